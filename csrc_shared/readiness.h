@@ -1,0 +1,195 @@
+// Which gradients of one backward pass have arrived, and which buckets may be launched.
+//
+//        arm()            begin()              end() or abort()
+//   idle ------> armed -----------> active ----------------------> idle or armed, as before
+//    ^  disarm()   |                  |
+//    +-------------+                  +-- mark() counts a bucket down; flush() launches what is left
+//
+// Buckets are launched in plan order, whatever order their gradients come in: all ranks issue the same collectives.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+namespace unified_ddp {
+
+enum class Phase : std::uint8_t { idle, armed, active };
+
+// What is known at the start of a backward pass of one parameter's gradient.
+enum class Arrival : std::uint8_t {
+  unknown = 0,  // may come, more than once, or not at all: its bucket waits for flush()
+  once = 1,     // comes exactly once: its bucket counts on it
+  never = 2,    // does not come: its bucket does not wait for it
+};
+
+class Readiness {
+ public:
+  struct Callbacks {
+    std::function<void()> start;                // a gradient arrived while armed: call begin() to reduce this backward pass
+    std::function<void(std::uint32_t)> bucket;  // launch this bucket
+    std::function<void(std::uint32_t)> param;   // an eager parameter's gradient is final and its bucket not launched
+  };
+
+  // `buckets` in launch order; `eager` marks parameters which the caller wants to hear of one by one.
+  Readiness(std::vector<std::string> names, std::vector<std::vector<std::uint32_t>> buckets, std::vector<bool> eager,
+            Callbacks callbacks)
+      : names_(std::move(names)),
+        eager_(std::move(eager)),
+        callbacks_(std::move(callbacks)),
+        arrival_(names_.size(), Arrival::unknown),
+        seen_(names_.size(), false),
+        touched_(names_.size(), false) {
+    if (eager_.size() != names_.size())
+      throw PlanError("readiness was given " + std::to_string(eager_.size()) + " eager flags for " +
+                      std::to_string(names_.size()) + " parameters; give one for each");
+    rebucket(std::move(buckets));
+  }
+
+  // Takes other buckets over the same parameters, between two backward passes.
+  void rebucket(std::vector<std::vector<std::uint32_t>> buckets) {
+    if (phase_ == Phase::active) throw ReadinessError("buckets cannot change during a backward pass; end it first");
+    constexpr auto kNone = std::numeric_limits<std::uint32_t>::max();
+    std::vector<std::uint32_t> bucket_of(names_.size(), kNone);
+    for (std::size_t b = 0; b < buckets.size(); ++b)
+      for (std::uint32_t index : buckets[b]) {
+        if (bucket_of[check(index)] != kNone)
+          throw PlanError("parameter '" + names_[index] + "' stands in two buckets; one must hold it");
+        bucket_of[index] = static_cast<std::uint32_t>(b);
+      }
+    for (std::size_t i = 0; i < bucket_of.size(); ++i)
+      if (bucket_of[i] == kNone) throw PlanError("parameter '" + names_[i] + "' stands in no bucket");
+    buckets_ = std::move(buckets);
+    bucket_of_ = std::move(bucket_of);
+    clear();
+  }
+
+  Phase phase() const { return phase_; }
+  std::size_t size() const { return names_.size(); }
+  std::size_t launched() const { return next_; }
+  bool touched(std::uint32_t index) const { return touched_[check(index)]; }  // since the last end()
+  bool seen(std::uint32_t index) const { return seen_[check(index)]; }        // in this backward pass
+
+  // Parameters in the order in which their gradients first came in this backward pass.
+  const std::vector<std::uint32_t>& order() const { return order_; }
+
+  void arm() {
+    resting_ = Phase::armed;
+    if (phase_ == Phase::idle) phase_ = Phase::armed;
+  }
+
+  void disarm() {
+    resting_ = Phase::idle;
+    if (phase_ == Phase::armed) phase_ = Phase::idle;
+  }
+
+  // Starts one synchronising backward pass. `arrival` has one entry a parameter, or is empty: all unknown.
+  void begin(const std::vector<Arrival>& arrival) {
+    if (phase_ == Phase::active)
+      throw ReadinessError("a backward pass is being reduced already; end or abort it before the next begins");
+    if (!arrival.empty() && arrival.size() != names_.size())
+      throw ReadinessError("begin() was told of " + std::to_string(arrival.size()) + " parameters, but there are " +
+                           std::to_string(names_.size()));
+    clear();
+    phase_ = Phase::active;
+    for (std::size_t i = 0; i < names_.size(); ++i) {
+      arrival_[i] = arrival.empty() ? Arrival::unknown : arrival[i];
+      if (arrival_[i] != Arrival::never) ++pending_[bucket_of_[i]];
+    }
+    advance();
+  }
+
+  // A gradient has been accumulated. The hot path: one call a parameter and backward pass.
+  void mark(std::uint32_t index) {
+    touched_[check(index)] = true;
+    if (phase_ == Phase::armed) callbacks_.start();
+    if (phase_ != Phase::active) return;
+    std::uint32_t bucket = bucket_of_[index];
+    if (bucket < next_)
+      throw ReadinessError(
+          "parameter '" + names_[index] +
+          "' got another gradient after its bucket was launched, so that gradient would be lost. It is reached both "
+          "by the outer graph and by a reentrant backward pass, or was declared unused and is not. Use "
+          "torch.utils.checkpoint(use_reentrant=False), or static_graph=False if its set of used parameters varies");
+    bool first = !seen_[index];
+    if (first) {
+      seen_[index] = true;
+      order_.push_back(index);
+    }
+    if (arrival_[index] != Arrival::once || !first) return;
+    if (eager_[index]) callbacks_.param(index);
+    if (--pending_[bucket] == 0) advance();
+  }
+
+  // Launches, in order, every bucket not launched yet, whatever has arrived.
+  void flush() {
+    if (phase_ != Phase::active) throw ReadinessError("flush() outside a backward pass; call begin() first");
+    pending_.assign(pending_.size(), 0);
+    advance();
+  }
+
+  // Ends the backward pass: everything was launched and reduced.
+  void end() {
+    if (phase_ != Phase::active) throw ReadinessError("end() outside a backward pass; call begin() first");
+    if (next_ != buckets_.size())
+      throw ReadinessError("the backward pass ended with " + std::to_string(buckets_.size() - next_) + " of " +
+                           std::to_string(buckets_.size()) + " buckets not launched; call flush() first");
+    phase_ = resting_;
+    touched_.assign(touched_.size(), false);
+  }
+
+  // Gives the backward pass up; what was touched stays so, for it is not reduced.
+  void abort() {
+    phase_ = resting_;
+    clear();
+  }
+
+ private:
+  std::uint32_t check(std::uint32_t index) const {
+    if (index >= names_.size())
+      throw ReadinessError("parameter number " + std::to_string(index) + " is out of range; there are " +
+                           std::to_string(names_.size()));
+    return index;
+  }
+
+  void clear() {
+    seen_.assign(seen_.size(), false);
+    pending_.assign(buckets_.size(), 0);
+    order_.clear();
+    next_ = 0;
+  }
+
+  // A launch may let another thread's mark() in; that one only counts, and this loop goes on to launch in order.
+  void advance() {
+    if (launching_) return;
+    struct Guard {
+      bool& flag;
+      explicit Guard(bool& f) : flag(f) { flag = true; }
+      ~Guard() { flag = false; }
+    } guard(launching_);
+    while (phase_ == Phase::active && next_ < buckets_.size() && pending_[next_] == 0)
+      callbacks_.bucket(static_cast<std::uint32_t>(next_++));
+  }
+
+  std::vector<std::string> names_;
+  std::vector<std::vector<std::uint32_t>> buckets_;
+  std::vector<bool> eager_;
+  Callbacks callbacks_;
+  std::vector<std::uint32_t> bucket_of_;
+  std::vector<Arrival> arrival_;
+  std::vector<bool> seen_;
+  std::vector<bool> touched_;
+  std::vector<std::uint32_t> pending_;
+  std::vector<std::uint32_t> order_;
+  std::size_t next_ = 0;
+  Phase phase_ = Phase::idle;
+  Phase resting_ = Phase::idle;
+  bool launching_ = false;
+};
+
+}  // namespace unified_ddp

@@ -1,0 +1,36 @@
+"""Named errors. Each message says what is wrong, where (parameter names, ranks), and what to do.
+
+Each also is the built-in error that users of either framework would catch (ValueError, RuntimeError).
+"""
+
+from unified_ddp._core import PlanError, ReadinessError
+
+__all__ = [
+    "AxisError",
+    "ConstructionMismatchError",
+    "PlanError",
+    "ReadinessError",
+    "ReductionError",
+    "UnifiedDDPError",
+    "UnusedParameterError",
+]
+
+
+class UnifiedDDPError(Exception):
+    """Base of the errors that are raised from Python."""
+
+
+class ConstructionMismatchError(UnifiedDDPError, RuntimeError):
+    """Ranks were constructed with different parameters, buffers or options. Raised on every rank."""
+
+
+class UnusedParameterError(UnifiedDDPError, RuntimeError):
+    """Parameters took no part in a synchronising backward pass and nothing said that they might not."""
+
+
+class ReductionError(UnifiedDDPError, RuntimeError):
+    """A reduction failed, or a backward pass was left before its reduction ended."""
+
+
+class AxisError(UnifiedDDPError, ValueError):
+    """A JAX reduction was asked for outside the mapped axis that it needs."""

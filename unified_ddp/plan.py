@@ -1,0 +1,118 @@
+"""Bucket plans: which parameters are reduced together, in which order, and where each lies in its storage."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, plan_buckets, schema_fingerprint
+from unified_ddp.errors import PlanError
+
+__all__ = [
+    "DEFAULT_BUCKET_CAP_MB",
+    "DEFAULT_FIRST_BUCKET_BYTES",
+    "MIB",
+    "BucketPlan",
+    "BucketSpec",
+    "ParamSpec",
+    "bucket_caps",
+    "plan_buckets",
+    "plan_from_json",
+    "plan_in_ready_order",
+    "plan_to_json",
+    "schema_fingerprint",
+]
+
+MIB = 1024 * 1024
+DEFAULT_BUCKET_CAP_MB = 25
+DEFAULT_FIRST_BUCKET_BYTES = MIB
+"""The first bucket is small by default, so that the first all-reduce starts early."""
+
+_FORMAT = "unified_ddp.plan.1"
+
+
+def bucket_caps(bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None) -> list[int]:
+    """Returns bucket caps in bytes, in launch order; the last one repeats.
+
+    Args:
+        bucket_cap_mb: cap in MiB; None means 25 MiB after a first bucket of 1 MiB.
+        bucket_cap_mb_list: one cap in MiB a bucket; goes before `bucket_cap_mb`.
+
+    Raises:
+        TypeError: a cap is not a number.
+        ValueError: a cap is not positive and finite, or the list is empty.
+    """
+    if bucket_cap_mb_list is not None:
+        caps = [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
+        if not caps:
+            raise ValueError("bucket_cap_mb_list is empty; give at least one cap in MiB, or None")
+        return caps
+    if bucket_cap_mb is not None:
+        return [_cap_bytes("bucket_cap_mb", bucket_cap_mb)]
+    return [DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MIB]
+
+
+def _cap_bytes(argument: str, cap: float) -> int:
+    if isinstance(cap, bool) or not isinstance(cap, int | float):
+        raise TypeError(f"{argument} takes numbers of MiB, not {cap!r} of type {type(cap).__name__}")
+    if not 0 < cap < float("inf"):
+        raise ValueError(f"{argument} takes positive, finite numbers of MiB, not {cap!r}")
+    return max(int(cap * MIB), 1)
+
+
+def plan_in_ready_order(
+    params: Sequence[ParamSpec], caps: Sequence[int], order: Iterable[int] | None = None
+) -> BucketPlan:
+    """Plans buckets in the order in which gradients become ready.
+
+    Args:
+        params: in registration order.
+        caps: bytes, from `bucket_caps`.
+        order: indices into `params` as their gradients became ready; None assumes the reverse of registration,
+            as the last layers' gradients come first.
+    """
+    ready = list(order) if order is not None else list(range(len(params)))[::-1]
+    return plan_buckets(list(params), list(caps), order=ready)
+
+
+def plan_to_json(plan: BucketPlan) -> str:
+    """Returns the plan as JSON; `plan_from_json` gives an equal plan with the same fingerprint."""
+    params = [
+        {
+            "name": p.name,
+            "shape": p.shape,
+            "dtype": p.dtype,
+            "strides": p.strides,
+            "device": p.device,
+            "trainable": p.trainable,
+            "sparse": p.sparse,
+        }
+        for p in plan.params
+    ]
+    buckets = [{"params": [plan.params[i].name for i in b.params], "cap": b.cap} for b in plan.buckets]
+    head: dict[str, Any] = {"format": _FORMAT, "fingerprint": f"{plan.fingerprint:016x}"}
+    return json.dumps({**head, "params": params, "buckets": buckets})
+
+
+def plan_from_json(text: str) -> BucketPlan:
+    """Returns the plan that `plan_to_json` wrote.
+
+    Raises:
+        PlanError: the text is not such a plan, or its fingerprint does not fit its content.
+    """
+    try:
+        data = json.loads(text)
+        if data["format"] != _FORMAT:
+            raise PlanError(f"the plan has format {data['format']!r}; this version reads {_FORMAT!r}")
+        params = [ParamSpec(**fields) for fields in data["params"]]
+        index = {p.name: i for i, p in enumerate(params)}
+        buckets = [[index[name] for name in bucket["params"]] for bucket in data["buckets"]]
+        plan = BucketPlan(params, buckets, caps=[bucket["cap"] for bucket in data["buckets"]])
+        written = int(data["fingerprint"], 16)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"this is not a bucket plan written by plan_to_json: {error!r}") from error
+    if plan.fingerprint != written:
+        raise PlanError(
+            f"the plan's fingerprint is {plan.fingerprint:016x}, but {written:016x} was written with it: "
+            "it was changed after it was written; make it anew"
+        )
+    return plan

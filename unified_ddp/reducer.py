@@ -1,0 +1,155 @@
+"""The reducer: turns gradients that become ready into reductions of buckets, in one order on all ranks.
+
+It knows neither framework. A backend packs gradients into a bucket's storage, starts its reduction and unpacks the
+result; the native `Readiness` counts gradients and says which bucket comes next.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from unified_ddp._core import Phase, Readiness
+from unified_ddp.plan import BucketPlan
+
+__all__ = ["Backend", "Phase", "Reducer", "Reduction"]
+
+
+class Reduction(Protocol):
+    """The reduction of one bucket under way."""
+
+    def result(self) -> Any:
+        """Waits (on GPUs: in stream order) and returns the reduced storage."""
+
+
+class Backend(Protocol):
+    """One framework's side of the reducer. Parameters and buckets are indices into the plan."""
+
+    def pack_param(self, param: int) -> None:
+        """Packs an eager parameter's gradient, which is final for this backward pass."""
+
+    def launch(self, bucket: int) -> Reduction:
+        """Packs what is not packed yet and starts the bucket's reduction."""
+
+    def all_launched(self) -> None:
+        """Hears that every bucket is launched, before the first result is waited for."""
+
+    def unpack(self, bucket: int, reduced: Any) -> None:
+        """Makes the reduced storage the parameters' gradients."""
+
+
+class Reducer:
+    """Reduces the buckets of one plan, one synchronising backward pass after the other.
+
+    Args:
+        plan: the buckets.
+        backend: packs, launches and unpacks.
+        start: called when a gradient arrives while armed; it calls `begin` if this backward pass is to be reduced.
+        eager: by parameter, whether `backend.pack_param` is to be called as soon as its gradient is final.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, backend: Backend, start: Callable[[], None], eager: Sequence[bool] | None = None
+    ) -> None:
+        self.plan = plan
+        self._backend = backend
+        self._start = start
+        self._in_flight: list[Reduction] = []
+        self._readiness = Readiness(
+            [p.name for p in plan.params],
+            [list(b.params) for b in plan.buckets],
+            list(eager) if eager is not None else [False] * len(plan.params),
+            _weak(self._on_start),
+            _weak(self._on_bucket),
+            _weak(self._on_param),
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """Where the current backward pass stands."""
+        return self._readiness.phase
+
+    @property
+    def ready_order(self) -> tuple[int, ...]:
+        """Parameters in the order in which gradients came in the current or last synchronising backward pass."""
+        return self._readiness.order
+
+    @property
+    def launched(self) -> int:
+        """Number of buckets launched in the current or last synchronising backward pass."""
+        return self._readiness.launched
+
+    def hook(self, param: int) -> Callable[[Any], None]:
+        """Returns the native callable to call when the parameter's gradient has been accumulated."""
+        return self._readiness.hook(param)
+
+    def seen(self, param: int) -> bool:
+        """Says whether the parameter got a gradient in the current or last synchronising backward pass."""
+        return self._readiness.seen(param)
+
+    def touched(self, param: int) -> bool:
+        """Says whether the parameter got a gradient that is not reduced yet."""
+        return self._readiness.touched(param)
+
+    def arm(self, sync: bool = True) -> None:
+        """Says whether the next gradient that arrives starts a synchronising backward pass."""
+        if sync:
+            self._readiness.arm()
+        else:
+            self._readiness.disarm()
+
+    def begin(self, arrival: bytes | None = None) -> None:
+        """Starts a synchronising backward pass.
+
+        Args:
+            arrival: one byte a parameter: 0 it may come, any number of times; 1 it comes exactly once; 2 it does not
+                come. None means 0 for all.
+        """
+        self._in_flight = []
+        self._readiness.begin(arrival)
+
+    def finish(self) -> None:
+        """Launches what is left, waits for everything and unpacks it, in bucket order."""
+        try:
+            self._readiness.flush()
+            self._backend.all_launched()
+            for bucket, reduction in enumerate(self._in_flight):
+                self._backend.unpack(bucket, reduction.result())
+            self._readiness.end()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._in_flight = []
+
+    def abort(self) -> None:
+        """Gives the current backward pass up. Reductions under way are waited for, their results dropped."""
+        in_flight, self._in_flight = self._in_flight, []
+        self._readiness.abort()
+        for reduction in in_flight:
+            reduction.result()
+
+    def rebucket(self, plan: BucketPlan) -> None:
+        """Takes another plan over the same parameters, between two backward passes."""
+        self._readiness.rebucket([list(b.params) for b in plan.buckets])
+        self.plan = plan
+
+    def _on_start(self) -> None:
+        self._start()
+
+    def _on_bucket(self, bucket: int) -> None:
+        self._in_flight.append(self._backend.launch(bucket))
+
+    def _on_param(self, param: int) -> None:
+        self._backend.pack_param(param)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A call through a weak reference: native code is invisible to the garbage collector and must own no reducer."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        target = ref()
+        if target is not None:
+            target(*args)
+
+    return call
