@@ -1,6 +1,6 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ class TorchBackend:
         self._place: list[tuple[int, int]] = []
         self.skip_unused = skip_unused
         self.launched = 0
+        self.on_first_launch: Callable[[], None] = lambda: None
         self.known_usage: list[int] | None = None
         self._last_counts: torch.Tensor | None = None
         self._host_counts: list[int] | None = None
@@ -122,6 +123,8 @@ class TorchBackend:
         return grad_bucket
 
     def _reduce(self, bucket: GradBucket) -> Reduction:
+        if self.launched == 0:
+            self.on_first_launch()
         self.launched += 1
         if self.comm_hook is not None:
             return self.comm_hook(bucket)

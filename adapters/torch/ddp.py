@@ -198,6 +198,8 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
 
     # --- forward
 
+    # Dynamo leaves this frame alone and compiles the module's; what surrounds it is none of its business.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward pass through what it returns reduces the gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -206,11 +208,12 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
+    @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
         grads = torch.is_grad_enabled()
-        with self._errors_logged():
+        with self.reducer.errors_logged():
             if grads and self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
                 self.reducer.prepare_for_forward()
@@ -228,6 +231,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
+    @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -238,14 +242,6 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
             self.require_forward_param_sync = False
             self.reducer.disarm()
         return output
-
-    @contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, TypeError, ValueError) as error:
-            self.logger.set_error_and_log(str(error))
-            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,7 +278,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
             TypeError, ValueError: it cannot be a comm hook.
             RuntimeError: one is registered already, or a backward pass is under way.
         """
-        with self._errors_logged():
+        with self.reducer.errors_logged():
             check_comm_hook(hook)
             self._use_hook(CommHook(hook, state))
         self._comm_hooks.append((hook, state))

@@ -5,6 +5,7 @@ parameter is reached without passing an output, with its gradient), and ends whe
 pass. In between buckets are launched as they fill.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class GradientReducer(ReducerMembers):
         self.usage = Usage(self.names, self._delayed, find_unused=options.find_unused, static=options.static_graph)
         plan = initial_plan(self._specs, options.initial_caps, self._delayed)
         self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused)
+        self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
         self.core = Reducer(plan, self.backend, self._start_at_parameter, eager)
@@ -159,11 +161,17 @@ class GradientReducer(ReducerMembers):
         self._ends = weakref.ref(end)
         _engine.at_backward_end(end)
         self.backend.start_step()
-        arrival = _engine.arrivals(self._nodes)
+        arrival = self._arrivals()
         if self.options.skip_unused:
             expected = arrival if arrival is not None else bytes([1]) * len(self.params)
             self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
         self.core.begin(self._without_delayed(arrival))
+
+    def _arrivals(self) -> bytes | None:
+        if not self.usage.varies:
+            return _engine.arrivals(self._nodes)
+        with torch.autograd.profiler.record_function("unified_ddp::search_unused_parameters"):
+            return _engine.arrivals(self._nodes)
 
     def _without_delayed(self, arrival: bytes | None) -> bytes | None:
         if not self._delayed or arrival is None:
@@ -172,20 +180,25 @@ class GradientReducer(ReducerMembers):
 
     def finish(self) -> None:
         """Ends the synchronising backward pass; autograd calls it."""
-        if self.core.phase is not Phase.ACTIVE:
-            return
+        if self.core.phase is Phase.ACTIVE:
+            with self.errors_logged():
+                self._finish()
+
+    def _finish(self) -> None:
         self.timer.mark(timing.BACKWARD_END)
         if not self.core.seen_count and not self.options.find_unused:
             self.core.abort()  # torch.autograd.grad through an output: it leaves every .grad alone
             return
         self.last_order = self.core.ready_order
         if self.usage.is_asked and not self.options.skip_unused:
-            self.backend.report_usage([self.core.touched(i) for i in range(len(self.params))])
+            # an undefined gradient reaches a parameter, too, and leaves it without one
+            used = [self.core.touched(i) and p.grad is not None for i, p in enumerate(self.params)]
+            self.backend.report_usage(used)
         self.backend.known_usage = self.usage.known
         self.core.finish()
         self._after_reduction()
 
-    def _after_reduction(self) -> None:
+    def _after_reduction(self, shadow: bool = False) -> None:
         self.timer.mark(timing.COMM_END)
         for future in self._post_backward:
             future.wait()
@@ -196,7 +209,7 @@ class GradientReducer(ReducerMembers):
         if self._observed is None:
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
-        self.usage.add(self.last_order, counts)
+        self.usage.add(self.last_order, counts, shadow)
 
     def shadow_backward(self) -> None:
         """Takes part in the ranks' reductions with zeros: this rank has no more inputs (see `join`)."""
@@ -211,7 +224,7 @@ class GradientReducer(ReducerMembers):
         self.backend.all_launched()
         for reduction in pending:
             reduction.result()
-        self._after_reduction()
+        self._after_reduction(shadow=True)
 
     # --- a backward pass that an exception ended
 

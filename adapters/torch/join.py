@@ -28,7 +28,7 @@ class DDPJoinHook(JoinHook):
         """Shadows one forward and backward pass, collective by collective."""
         ddp = self.ddp
         reducer = ddp.reducer
-        reducer.usage.next_iteration(reducer.transport.rank, joined=True)
+        reducer.usage.next_iteration(reducer.transport.rank)
         reducer.rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)

@@ -1,5 +1,7 @@
 """The members of torch's Reducer that its own code, its tests and other libraries call, over our reducer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,15 @@ class ReducerMembers:
         transport: ProcessGroupTransport
         usage: Usage
         logger: Any
+
+    @contextmanager
+    def errors_logged(self) -> Iterator[None]:
+        """Notes errors in the logging data."""
+        try:
+            yield
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.logger.set_error_and_log(str(error))
+            raise
 
     def _rebuild_buckets(self: "GradientReducer") -> bool:  # type: ignore[misc]
         return self.rebuild_buckets()
@@ -76,8 +87,9 @@ class ReducerMembers:
         return self.usage.unused
 
     def _set_static_graph(self) -> None:
-        if self.usage.iterations or self.usage.under_way:
-            raise RuntimeError("_set_static_graph() should be called before training loop starts")
+        with self.errors_logged():
+            if self.usage.iterations or self.usage.under_way:
+                raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self.usage.static = True
 
     def _reset_state(self: "GradientReducer") -> None:  # type: ignore[misc]

@@ -49,6 +49,8 @@ class Usage:
         self._covered: set[int] = set()
         self._counts: list[int] | None = None
         self._passes = 0
+        self._shadow = False
+        self._frozen = False
         self._patterns: set[frozenset[int]] = set()
         self.iterations = 0
 
@@ -80,50 +82,54 @@ class Usage:
     @property
     def never_changed(self) -> bool:
         """Whether all iterations used the same parameters."""
-        now = {frozenset(self._covered)} if self._passes else set()
+        now = {frozenset(self._covered)} if self._passes and not self._shadow else set()
         return len(self._patterns | now) <= 1
 
-    def add(self, params: Iterable[int], counts: list[int] | None) -> None:
-        """Hears, at the end of a synchronising backward pass, who got a gradient, and on how many ranks if asked.
+    def add(self, params: Iterable[int], counts: list[int] | None, shadow: bool = False) -> None:
+        """Hears, at the end of a synchronising backward pass, who got a gradient.
+
+        Args:
+            params: those with a gradient.
+            counts: on how many ranks each has one, if that was asked.
+            shadow: this rank only took part with zeros, having joined.
 
         Raises:
             UnusedParameterError: the graph is static, and more is used than in its first iteration.
         """
         self._passes += 1
+        self._shadow |= shadow
         params = set(params)
         self._covered |= params
         if counts is not None:
             before = self._counts or [0] * len(counts)
             self._counts = [max(a, b) for a, b in zip(before, counts, strict=True)]
-        if self.known is not None:
+        if self._frozen:
             more = sorted(params - self._required - self._exempt)
             if more:
                 raise UnusedParameterError(f"{_USED_MORE} Parameters: {', '.join(self._names[i] for i in more)}")
 
-    def next_iteration(self, rank: int, joined: bool = False) -> None:
+    def next_iteration(self, rank: int) -> None:
         """Ends an iteration, if it held a synchronising backward pass, and starts the next.
-
-        Args:
-            rank: for messages.
-            joined: this rank only shadowed the iteration, and used nothing.
 
         Raises:
             UnusedParameterError: it left a parameter without a gradient that should have one.
         """
         if not self._passes:
             return
-        if not joined:
-            self.require_covered(rank)
-        if self.static and self.known is None:
-            self.known = self._counts
-            self._required = set(self._covered) - self._exempt
-        self._patterns.add(frozenset(self._covered))
+        self.require_covered(rank)
+        if self.static:
+            self.known = self.known or self._counts
+            if not self._shadow and not self._frozen:
+                self._required = set(self._covered) - self._exempt
+                self._frozen = True
+        if not self._shadow:
+            self._patterns.add(frozenset(self._covered))
         self.iterations += 1
-        self._passes, self._covered = 0, set()
+        self._passes, self._covered, self._shadow = 0, set(), False
 
     def require_covered(self, rank: int) -> None:
         """Raises UnusedParameterError if the iteration so far left out a parameter that it should have used."""
-        if self.varies or not self._passes or (self.static and self.known is None):
+        if self.varies or not self._passes or self._shadow or (self.static and not self._frozen):
             return
         missing = sorted(self._required - self._covered)
         if missing:
