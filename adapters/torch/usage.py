@@ -51,6 +51,7 @@ class Usage:
         self._passes = 0
         self._shadow = False
         self._frozen = False
+        self._undeclared: list[int] = []
         self._patterns: set[frozenset[int]] = set()
         self.iterations = 0
 
@@ -106,6 +107,7 @@ class Usage:
         if self._frozen:
             more = sorted(params - self._required - self._exempt)
             if more:
+                self._undeclared = more
                 raise UnusedParameterError(f"{_USED_MORE} Parameters: {', '.join(self._names[i] for i in more)}")
 
     def next_iteration(self, rank: int) -> None:
@@ -129,6 +131,8 @@ class Usage:
 
     def require_covered(self, rank: int) -> None:
         """Raises UnusedParameterError if the iteration so far left out a parameter that it should have used."""
+        if self._undeclared:
+            raise UnusedParameterError(self._message(self._undeclared, f"{rank} in the first iteration"))
         if self.varies or not self._passes or self._shadow or (self.static and not self._frozen):
             return
         missing = sorted(self._required - self._covered)
@@ -139,7 +143,7 @@ class Usage:
         """Forgets everything, as after construction."""
         self.__init__(self._names, self._exempt, find_unused=self._find_unused, static=self.static)  # type: ignore[misc]
 
-    def _message(self, missing: Sequence[int], rank: int) -> str:
+    def _message(self, missing: Sequence[int], rank: int | str) -> str:
         text = _PRIOR + (_USED_LESS if self.static else _NOT_DECLARED)
         text += f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
         names = ", ".join(self._names[i] for i in missing)
