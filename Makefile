@@ -43,13 +43,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax.
+# Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax. A safe path
+# keeps the source folder, which has no native module, from hiding what was installed, in child processes too.
 test-gpu:
 	@if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then \
 	  echo "test-gpu skipped: nvidia-smi finds no GPU on this machine"; \
 	else \
 	  $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index . && \
-	  $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS); \
+	  PYTHONSAFEPATH=1 $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS); \
 	fi
 
 lint: $(STAMP)

@@ -260,7 +260,7 @@ class Readiness:
             ReadinessError: it was not to come, its bucket was launched before, or it is eager and came twice.
         """
     def hook(self, param: int) -> Callable[[Any], None]:
-        """Returns a native callable that marks `param`, whatever its one argument is (not None). It keeps this object alive."""
+        """Returns a native callable of one argument, not None, that marks `param`. It keeps this object alive."""
     def flush(self) -> None:
         """Launches what is left, in order.
 

@@ -88,7 +88,8 @@ def plan_to_json(plan: BucketPlan) -> str:
         }
         for p in plan.params
     ]
-    buckets = [{"params": [plan.params[i].name for i in b.params], "cap": b.cap} for b in plan.buckets]
+    names = [p.name for p in plan.params]
+    buckets = [{"params": [names[i] for i in b.params], "cap": b.cap} for b in plan.buckets]
     head: dict[str, Any] = {"format": _FORMAT, "fingerprint": f"{plan.fingerprint:016x}"}
     return json.dumps({**head, "params": params, "buckets": buckets})
 
