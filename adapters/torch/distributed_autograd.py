@@ -19,7 +19,7 @@ def is_in_use() -> bool:
 
 
 def current_context() -> int | None:
-    """Returns the id of this thread's context, inside its backward pass."""
+    """Returns the id of this thread's context; a forward has one, the engine's threads in its backward pass do not."""
     try:
         return torch.distributed.autograd._current_context()._context_id()
     except RuntimeError:

@@ -83,6 +83,7 @@ class GradientReducer(ReducerMembers):
         self._ends: weakref.ref[_End] | None = None
         self._rearm = False
         self._node_handles: list[Any] = []
+        self._forward_context: int | None = None
         self._context: int | None = None
         self._post_backward: list[torch.futures.Future] = []
         # Holding the nodes keeps each on the stream that is current now.
@@ -127,9 +128,11 @@ class GradientReducer(ReducerMembers):
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Arms: the next backward pass through `outputs` is a synchronising one."""
-        if not self._node_handles and distributed_autograd.is_in_use():
-            self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
-            weakref.finalize(self, _remove, self._node_handles)
+        if distributed_autograd.is_in_use():
+            self._forward_context = distributed_autograd.current_context()
+            if not self._node_handles:
+                self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
+                weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
         self._rearm = False
         _engine.at_backward_start(outputs, _weakly(self._start_at_output))
@@ -166,7 +169,7 @@ class GradientReducer(ReducerMembers):
     def _node_ran(self, param: int) -> None:
         # in an ordinary backward pass the parameter's own hook has been here before
         if not (self.core.phase is Phase.ACTIVE and self.core.seen(param)) and self.core.phase is not Phase.IDLE:
-            self._context = distributed_autograd.current_context()
+            self._context = self._forward_context
             self.core.mark(param)
 
     def _start(self) -> None:
