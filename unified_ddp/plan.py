@@ -88,7 +88,8 @@ def plan_to_json(plan: BucketPlan) -> str:
         }
         for p in plan.params
     ]
-    buckets = [{"params": [plan.params[i].name for i in b.params], "cap": b.cap} for b in plan.buckets]
+    names = [p.name for p in plan.params]
+    buckets = [{"params": [names[i] for i in b.params], "cap": b.cap} for b in plan.buckets]
     head: dict[str, Any] = {"format": _FORMAT, "fingerprint": f"{plan.fingerprint:016x}"}
     return json.dumps({**head, "params": params, "buckets": buckets})
 
@@ -108,7 +109,9 @@ def plan_from_json(text: str) -> BucketPlan:
         buckets = [[index[name] for name in bucket["params"]] for bucket in data["buckets"]]
         plan = BucketPlan(params, buckets, caps=[bucket["cap"] for bucket in data["buckets"]])
         written = int(data["fingerprint"], 16)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except PlanError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"this is not a bucket plan written by plan_to_json: {error!r}") from error
     if plan.fingerprint != written:
         raise PlanError(
