@@ -14,7 +14,7 @@ from jax import lax
 
 from unified_ddp.errors import AxisError
 
-__all__ = ["axis_names", "axis_size", "mark_varying", "missing_axes", "psum", "require_axes"]
+__all__ = ["axis_names", "axis_size", "mark_varying", "missing_axes", "require_axes"]
 
 
 def axis_names(axis_name: str | Sequence[str]) -> tuple[str, ...]:
@@ -39,7 +39,15 @@ def require_axes(names: Sequence[str], what: str) -> None:
         try:
             lax.axis_size(name)
         except NameError as error:
-            raise AxisError(_message(name, what)) from error
+            raise AxisError(_unmapped(name, what)) from error
+    for name in names:
+        # psum of JAX 0.10 then wants to type its operand as varying over the vmapped axis, and stops at an assertion.
+        if not _is_checked(name) and (checked := [other for other in _axes_in_scope() or () if _is_checked(other)]):
+            raise AxisError(
+                f"DistributedDataParallel.{what} cannot reduce over '{name}', an axis of jax.vmap inside a shard_map "
+                f"over '{checked[0]}' with check_vma=True: JAX has no collectives for it there. Pass check_vma=False "
+                f"to shard_map, or make '{name}' an axis of its mesh."
+            )
 
 
 def axis_size(names: Sequence[str]) -> int:
@@ -51,17 +59,6 @@ def missing_axes(value: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes over which the value's type says that it is the same everywhere; () where types say nothing."""
     varying = _varying(value)
     return tuple(name for name in names if name not in varying and _is_checked(name))
-
-
-def psum(values: Sequence[jax.Array], names: Sequence[str]) -> list[jax.Array]:
-    """Returns the sums over the axes, in one collective; typed as replicated where types are checked."""
-    checked = tuple(name for name in names if _is_checked(name))
-    others = tuple(name for name in names if name not in checked)
-    sums = list(values)
-    for group in (others, checked):  # JAX refuses to mix them: a vmapped axis inside a checked shard_map has no type
-        if group and sums:
-            sums = list(lax.psum(sums, group))
-    return sums
 
 
 def mark_varying(tree: Any, names: Sequence[str]) -> Any:
@@ -87,7 +84,7 @@ def _is_checked(name: str) -> bool:
     return name in _varying(lax.axis_index(name))
 
 
-def _message(name: str, what: str) -> str:
+def _unmapped(name: str, what: str) -> str:
     scope = _axes_in_scope()
     if scope is None:
         have = f"the axis '{name}' is not in scope here"

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from unified_ddp.jax.axes import psum
 from unified_ddp.jax.reduce import Strategy, pack, unpack
 
 __all__ = ["broadcast"]
@@ -34,9 +33,9 @@ def _is_array(leaf: Any) -> bool:
 def _sum(sent: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy) -> list[jax.Array]:
     words = [i for i, bits in enumerate(sent) if bits.dtype == jnp.uint32]
     if strategy == "tuple" or len(words) < 2:
-        return psum(sent, axes)
+        return list(lax.psum(list(sent), axes)) if sent else []
     wide = [i for i in range(len(sent)) if i not in set(words)]
-    flat, *rest = psum([pack([sent[i] for i in words]), *(sent[i] for i in wide)], axes)
+    flat, *rest = lax.psum([pack([sent[i] for i in words]), *(sent[i] for i in wide)], axes)
     sums = dict(zip(words, unpack(flat, [sent[i] for i in words]), strict=True))
     sums.update(zip(wide, rest, strict=True))
     return [sums[i] for i in range(len(sent))]

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, psum, require_axes
+from jax import lax
+from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
@@ -162,7 +163,7 @@ class DistributedDataParallel:
             array = jnp.asarray(leaf)
             if not jnp.issubdtype(array.dtype, jnp.inexact):
                 array = array.astype(jnp.result_type(float))
-            return psum([array / size], self._axes)[0]
+            return lax.psum(array / size, self._axes)
 
         return jax.tree.map(mean, tree)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from unified_ddp.jax.axes import axis_size, missing_axes, psum
+from unified_ddp.jax.axes import axis_size, missing_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 
 from unified_ddp.errors import ReductionError
@@ -81,9 +81,9 @@ def _mean(local: list[jax.Array], axes: tuple[str, ...], size: int, strategy: St
     # Divided before the sum, as torch does: half-precision sums then overflow no earlier, and the bits agree.
     small = [i for i, grad in enumerate(local) if grad.nbytes < LARGE_LEAF_BYTES] if strategy == "flat" else []
     if len(small) < 2:
-        return psum([grad / size for grad in local], axes)
+        return list(lax.psum([grad / size for grad in local], axes))
     large = [i for i in range(len(local)) if i not in set(small)]
-    flat, *rest = psum([pack([local[i] for i in small]) / size, *(local[i] / size for i in large)], axes)
+    flat, *rest = lax.psum([pack([local[i] for i in small]) / size, *(local[i] / size for i in large)], axes)
     means = dict(zip(small, unpack(flat, [local[i] for i in small]), strict=True))
     means.update(zip(large, rest, strict=True))
     return [means[i] for i in range(len(local))]

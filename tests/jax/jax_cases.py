@@ -38,7 +38,7 @@ class Replicas:
             pieces = jax.tree.map(lambda x: x.reshape(self.size, -1, *x.shape[1:]), split)
             if self.mapping == "pmap":
                 devices = jax.devices("cpu")[: self.size]
-                # Closed over, as pmap of jax 0.10 mistakes in_axes=(None, 0) for one axis a leaf if there are two leaves.
+                # Closed over: if there are two leaves, pmap of jax 0.10 mistakes in_axes=(None, 0) for one axis a leaf.
                 one = functools.partial(fn, shared)
                 result = jax.pmap(one, axis_name=self.axis, devices=devices)(pieces)
             else:
@@ -66,7 +66,7 @@ class Replicas:
 
 
 def mesh(*sizes_and_axes: Any) -> Mesh:
-    """Returns a mesh of CPU devices; mesh(2, "data", 2, "model") has 2 x 2."""
+    """Returns a mesh of CPU devices, given sizes and axis names in turn."""
     sizes, axes = sizes_and_axes[::2], sizes_and_axes[1::2]
     devices = np.array(jax.devices("cpu")[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))

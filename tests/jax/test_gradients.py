@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mean_of, mesh, oracle, shards
 from unified_ddp.jax import DistributedDataParallel
 
+from unified_ddp.errors import AxisError
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)
@@ -254,10 +255,12 @@ def test_data_over_two_axes(check_vma: bool) -> None:
     assert_all_close(grads, oracle(loss_fn, params, batch, 4))
 
 
-def test_vmapped_axis_inside_a_device_axis() -> None:
-    """Two replicas a device: one axis is checked by types, the other is not."""
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [("device", "replica"), "replica"])
+def test_vmapped_axis_inside_a_device_axis(axes: Any, check_vma: bool) -> None:
+    """Several replicas a device."""
     params, batch = make_params(), make_batch()
-    ddp = DistributedDataParallel(params, axis_name=("device", "replica"))
+    ddp = DistributedDataParallel(params, axis_name=axes)
 
     def step(params: Any, batch: Any) -> Any:
         return ddp.value_and_grad(loss_fn)(params, batch)[1]
@@ -266,9 +269,16 @@ def test_vmapped_axis_inside_a_device_axis() -> None:
         halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
         return jax.vmap(step, in_axes=(None, 0), out_axes=None, axis_name="replica")(params, halves)
 
-    mapped = jax.shard_map(on_device, mesh=mesh(2, "device"), in_specs=(P(), P("device")), out_specs=P())
+    split = P("device") if len(ddp.axis_name) == 2 else P()
+    mapped = jax.shard_map(on_device, mesh=mesh(2, "device"), in_specs=(P(), split), out_specs=P(), check_vma=check_vma)
+    if check_vma:
+        with pytest.raises(
+            AxisError, match="'replica', an axis of jax.vmap inside a shard_map over 'device' with check"
+        ):
+            jax.jit(mapped)(params, batch)
+        return
     grads = jax.tree.map(lambda g: np.asarray(g)[None], jax.jit(mapped)(params, batch))
-    assert_all_close(grads, oracle(loss_fn, params, batch, 4))
+    assert_all_close(grads, oracle(loss_fn, params, batch, 2 * len(ddp.axis_name)))
 
 
 def test_remat_and_scan_over_layers(pair: Replicas) -> None:
