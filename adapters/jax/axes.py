@@ -14,7 +14,7 @@ from jax import lax
 
 from unified_ddp.errors import AxisError
 
-__all__ = ["axis_names", "axis_size", "mark_varying", "missing_axes", "require_axes"]
+__all__ = ["axis_names", "axis_size", "checked_axes", "mark_varying", "require_axes", "varying_axes"]
 
 
 def axis_names(axis_name: str | Sequence[str]) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def require_axes(names: Sequence[str], what: str) -> None:
             raise AxisError(_unmapped(name, what)) from error
     for name in names:
         # psum of JAX 0.10 then wants to type its operand as varying over the vmapped axis, and stops at an assertion.
-        if not _is_checked(name) and (checked := [other for other in _axes_in_scope() or () if _is_checked(other)]):
+        if not _is_checked(name) and (checked := sorted(checked_axes(_axes_in_scope() or ()))):
             raise AxisError(
                 f"DistributedDataParallel.{what} cannot reduce over '{name}', an axis of jax.vmap inside a shard_map "
                 f"over '{checked[0]}' with check_vma=True: JAX has no collectives for it there. Pass check_vma=False "
@@ -55,33 +55,33 @@ def axis_size(names: Sequence[str]) -> int:
     return math.prod(lax.axis_size(name) for name in names)
 
 
-def missing_axes(value: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes over which the value's type says that it is the same everywhere; () where types say nothing."""
-    varying = _varying(value)
-    return tuple(name for name in names if name not in varying and _is_checked(name))
+def checked_axes(names: Sequence[str]) -> frozenset[str]:
+    """Returns those of the axes over which types say whether a value varies."""
+    return frozenset(name for name in names if _is_checked(name))
 
 
-def mark_varying(tree: Any, names: Sequence[str]) -> Any:
-    """Returns the tree with every array typed as varying over the axes, where the mapped function checks that."""
-    checked = tuple(name for name in names if _is_checked(name))
-    return jax.tree.map(lambda leaf: _mark(leaf, checked), tree) if checked else tree
-
-
-def _mark(leaf: Any, checked: Sequence[str]) -> Any:
-    if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
-        return leaf
-    missing = tuple(name for name in checked if name not in _varying(leaf))
-    return lax.pcast(leaf, missing, to="varying") if missing else leaf  # pcast refuses what varies already
-
-
-def _varying(value: Any) -> frozenset[str]:
+def varying_axes(value: Any) -> frozenset[str]:
+    """Returns the axes over which the value's type says that it varies; empty where types say nothing."""
     kind = getattr(jax.typeof(value), "manual_axis_type", None)
     return frozenset(kind.varying) if kind is not None else frozenset()
 
 
+def mark_varying(tree: Any, names: Sequence[str]) -> Any:
+    """Returns the tree with every array typed as varying over the axes, where the mapped function checks that."""
+    checked = checked_axes(names)
+    return jax.tree.map(lambda leaf: _mark(leaf, checked), tree) if checked else tree
+
+
+def _mark(leaf: Any, checked: frozenset[str]) -> Any:
+    if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+        return leaf
+    missing = checked - varying_axes(leaf)
+    return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf  # refuses what varies already
+
+
 def _is_checked(name: str) -> bool:
     # The index along an axis varies over it by definition, so its type tells whether types are kept for this axis.
-    return name in _varying(lax.axis_index(name))
+    return name in varying_axes(lax.axis_index(name))
 
 
 def _unmapped(name: str, what: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from unified_ddp.jax.axes import axis_size, missing_axes
+from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 
 from unified_ddp.errors import ReductionError
@@ -41,7 +41,8 @@ def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[s
     Under `shard_map(check_vma=True)` such gradients are sums over the replicas already (or means, or zeros): a second
     reduction of a sum would be wrong by a factor of the number of replicas.
     """
-    reduced = [spec.name for spec, grad in zip(plan.params, grads, strict=True) if missing_axes(grad, axes)]
+    checked = checked_axes(axes)
+    reduced = [spec.name for spec, grad in zip(plan.params, grads, strict=True) if checked - varying_axes(grad)]
     if reduced:
         more = f" and {len(reduced) - 1} more" if len(reduced) > 1 else ""
         raise ReductionError(

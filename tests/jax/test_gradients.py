@@ -272,9 +272,7 @@ def test_vmapped_axis_inside_a_device_axis(axes: Any, check_vma: bool) -> None:
     split = P("device") if len(ddp.axis_name) == 2 else P()
     mapped = jax.shard_map(on_device, mesh=mesh(2, "device"), in_specs=(P(), split), out_specs=P(), check_vma=check_vma)
     if check_vma:
-        with pytest.raises(
-            AxisError, match="'replica', an axis of jax.vmap inside a shard_map over 'device' with check"
-        ):
+        with pytest.raises(AxisError, match=r"'replica', an axis of jax\.vmap inside a shard_map over 'device'"):
             jax.jit(mapped)(params, batch)
         return
     grads = jax.tree.map(lambda g: np.asarray(g)[None], jax.jit(mapped)(params, batch))
