@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mean_of, mesh, oracle, shards
 from unified_ddp.jax import DistributedDataParallel
@@ -215,6 +216,19 @@ def test_mesh_with_a_model_axis(check_vma: bool, strategy: Any) -> None:
     )
     grads = jax.tree.map(lambda g: np.asarray(g)[None], jax.jit(mapped)(params, batch))
     assert_all_close(grads, oracle(loss_fn, params, batch, 2))
+
+
+def test_mesh_with_explicit_axes() -> None:
+    """As jax.make_mesh makes them by default: arrays carry their sharding, and shard_map takes it from them."""
+    params, batch = make_params(), make_batch()
+    ddp = DistributedDataParallel(params)
+    explicit = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        params = jax.device_put(params, NamedSharding(explicit, P()))
+        placed = jax.device_put(batch, NamedSharding(explicit, P("data")))
+        step = jax.shard_map(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], out_specs=P())
+        grads = jax.tree.map(lambda g: np.asarray(g)[None], jax.jit(step)(params, placed))
+    assert_all_close(grads, oracle(loss_fn, make_params(), batch, 2))
 
 
 @pytest.mark.parametrize("strategy", ["flat", "tuple"])
