@@ -101,8 +101,7 @@ def test_several_argnums_are_one_tuple_of_params(pair: Replicas) -> None:
     assert_all_close(pair(step, (params, head), batch), want)
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "flat"), ("float16", "tuple")])
 def test_half_precision(pair: Replicas, dtype: str, strategy: Any) -> None:
     params, batch = make_params(dtype), make_batch(dtype=dtype)
     params["head"] = {"kernel": params["head"]["kernel"].astype(jnp.float32)}  # two dtypes, so two buckets at least
