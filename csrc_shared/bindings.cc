@@ -135,6 +135,7 @@ void bind_readiness(nb::module_& m) {
       .def_prop_ro("phase", &Readiness::phase)
       .def_prop_ro("launched", &Readiness::launched)
       .def_prop_ro("order", [](const Readiness& r) { return to_tuple(r.order()); })
+      .def_prop_ro("seen_count", &Readiness::seen_count)
       .def("touched", &Readiness::touched, "param"_a)
       .def("seen", &Readiness::seen, "param"_a)
       .def("rebucket", &Readiness::rebucket, "buckets"_a)

@@ -88,6 +88,9 @@ class Readiness {
     if (phase_ == Phase::armed) phase_ = Phase::idle;
   }
 
+  // Number of parameters whose gradients came in this backward pass.
+  std::size_t seen_count() const { return order_.size(); }
+
   // Starts one synchronising backward pass. `arrival` has one entry a parameter, or is empty: all unknown.
   void begin(const std::vector<Arrival>& arrival) {
     if (phase_ == Phase::active)
@@ -109,13 +112,16 @@ class Readiness {
     touched_[check(index)] = true;
     if (phase_ == Phase::armed) callbacks_.start();
     if (phase_ != Phase::active) return;
+    if (arrival_[index] == Arrival::never)
+      throw ReadinessError("Your training graph has changed in this iteration: parameter '" + names_[index] +
+                           "' was unused in the first iteration and has a gradient now, so this gradient would not be "
+                           "reduced. This is not compatible with static_graph=True; leave it out");
     std::uint32_t bucket = bucket_of_[index];
     if (bucket < next_)
       throw ReadinessError(
           "parameter '" + names_[index] +
           "' got another gradient after its bucket was launched, so that gradient would be lost. It is reached both "
-          "by the outer graph and by a reentrant backward pass, or was declared unused and is not. Use "
-          "torch.utils.checkpoint(use_reentrant=False), or static_graph=False if its set of used parameters varies");
+          "by the outer graph and by a reentrant backward pass; use torch.utils.checkpoint(use_reentrant=False)");
     bool first = !seen_[index];
     if (first) {
       seen_[index] = true;

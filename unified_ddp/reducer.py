@@ -82,6 +82,11 @@ class Reducer:
         """Returns the native callable to call when the parameter's gradient has been accumulated."""
         return self._readiness.hook(param)
 
+    @property
+    def seen_count(self) -> int:
+        """Number of parameters that got a gradient in the current or last synchronising backward pass."""
+        return self._readiness.seen_count
+
     def seen(self, param: int) -> bool:
         """Says whether the parameter got a gradient in the current or last synchronising backward pass."""
         return self._readiness.seen(param)

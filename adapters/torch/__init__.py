@@ -1,1 +1,11 @@
-"""The PyTorch adapter."""
+"""The PyTorch adapter: DistributedDataParallel with our own reducer, over any torch.distributed backend."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("unified_ddp.torch needs PyTorch; install it with: pip install 'unified_ddp[torch]'") from error
+
+from unified_ddp.torch.ddp import DistributedDataParallel
+from unified_ddp.torch.grad_bucket import GradBucket
+
+__all__ = ["DistributedDataParallel", "GradBucket"]

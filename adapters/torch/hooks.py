@@ -1,0 +1,99 @@
+"""Comm hooks: how one bucket is reduced, and what is asked of a hook when it is registered."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unified_ddp.torch.grad_bucket import GradBucket
+
+__all__ = ["CommHook", "FutureReduction", "WorkReduction", "check_comm_hook", "hook_name"]
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A registered hook and its state."""
+
+    hook: Hook
+    state: Any
+
+    def __call__(self, bucket: GradBucket) -> "FutureReduction":
+        """Runs the hook on a bucket."""
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise TypeError(
+                f"the comm hook {hook_name(self.hook)} returned {type(future).__name__} for bucket {bucket.index()}; "
+                "it must return a torch.futures.Future that holds the reduced tensor"
+            )
+        return FutureReduction(future)
+
+
+@dataclass(frozen=True)
+class WorkReduction:
+    """A collective in place on `storage`."""
+
+    work: dist.Work
+    storage: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """Waits (NCCL: makes the current stream wait) and returns the storage."""
+        self.work.wait()
+        return self.storage
+
+
+@dataclass(frozen=True)
+class FutureReduction:
+    """What a comm hook returned."""
+
+    future: torch.futures.Future
+
+    def result(self) -> torch.Tensor:
+        """Waits (on GPUs: in stream order) and returns the tensor in the future, alone or in a list of one."""
+        value = self.future.wait()
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"a comm hook's future holds {type(value).__name__}; it must hold one tensor shaped as bucket.buffer()"
+            )
+        return value
+
+
+def hook_name(hook: Any) -> str:
+    """Returns the name that logs and errors give a hook; partials and callable objects have none of their own."""
+    inner = getattr(hook, "func", hook)
+    return getattr(inner, "__qualname__", type(inner).__qualname__)
+
+
+def check_comm_hook(hook: Any) -> None:
+    """Refuses what cannot be a comm hook `hook(state, bucket) -> Future[Tensor]`.
+
+    Raises:
+        TypeError: it is not callable, or does not take two positional arguments.
+        ValueError: its annotations name another bucket or return type.
+    """
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"the comm hook {hook_name(hook)}{signature} must take two positional arguments, state and bucket"
+        ) from error
+    bucket = list(signature.parameters.values())[1:2]
+    annotation = bucket[0].annotation if bucket else inspect.Parameter.empty
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    returned = signature.return_annotation
+    if returned is not inspect.Signature.empty and not isinstance(returned, str):
+        if returned not in (torch.futures.Future[torch.Tensor], torch.futures.Future):
+            raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

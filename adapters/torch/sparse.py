@@ -1,0 +1,63 @@
+"""A bucket of one parameter whose gradient is sparse: what is reduced is the gradient itself, there is no flat memory."""
+
+from collections.abc import Collection
+
+import torch
+
+from unified_ddp.plan import BucketSpec
+
+__all__ = ["SparseBucketStorage"]
+
+
+class SparseBucketStorage:
+    """The sparse counterpart of `BucketStorage`.
+
+    Args:
+        spec: the bucket.
+        param: its parameter, of shape (rows, ...); gradients are sparse in the first dimension.
+    """
+
+    def __init__(self, spec: BucketSpec, param: torch.Tensor) -> None:
+        self.spec = spec
+        self.params = [param]
+        self.flat = self._empty()
+        self._dense = False
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The gradient being reduced."""
+        return [self.flat]
+
+    def pack_one(self, position: int, scale: float) -> None:
+        """Sparse gradients are packed when their bucket is launched."""
+
+    def pack_rest(self, scale: float) -> None:
+        """Takes a copy of the gradient. A missing one counts as zero, a dense one is made sparse."""
+        grad = self.params[0].grad
+        with torch.no_grad():
+            if grad is None:
+                self.flat = self._empty()
+            else:
+                self._dense = not grad.is_sparse
+                own = grad.to_sparse(1) if self._dense else grad.clone()
+                self.flat = own if scale == 1.0 else own.mul_(scale)
+
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
+        """Makes `reduced` the gradient, dense again if this rank's was."""
+        if keep:
+            return
+        param = self.params[0]
+        with torch.no_grad():
+            result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
+            if param.grad is not None and param.grad.layout == result.layout:
+                param.grad.copy_(result)
+            else:
+                param.grad = result
+        self._dense = False
+        self.flat = self._empty()
+
+    def _empty(self) -> torch.Tensor:
+        param = self.params[0]
+        indices = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
+        values = torch.zeros((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+        return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)

@@ -1,0 +1,53 @@
+"""The core's transport over a torch.distributed process group, whatever its backend."""
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ProcessGroupTransport"]
+
+
+class ProcessGroupTransport:
+    """Collectives of one process group.
+
+    Args:
+        group: any torch.distributed process group: gloo, NCCL, or another backend.
+        device: where small tensors of our own are made; the module's device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self.group.size()
+
+    def all_reduce(self, storage: torch.Tensor) -> dist.Work:
+        """Starts summing a tensor in place over all ranks; on NCCL this runs on the communication stream."""
+        return self.group.allreduce([torch.view_as_real(storage) if storage.is_complex() else storage])
+
+    def broadcast_ints(self, values: list[int], source: int = 0) -> list[int]:
+        """Returns rank `source`'s integers; every rank gives as many."""
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        self.group.broadcast(tensor, source).wait()
+        return tensor.tolist()
+
+    def all_gather_ints(self, value: int) -> list[int]:
+        """Returns every rank's unsigned 64-bit integer, by rank."""
+        # torch has no collectives for uint64, and a float would lose bits: two halves of 32 bits each
+        mine = torch.tensor([value >> 32, value & 0xFFFFFFFF], dtype=torch.int64, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine, group=self.group)
+        return [(high << 32) | low for high, low in (t.tolist() for t in every)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Returns every rank's text, by rank."""
+        every: list[str] = [""] * self.world_size
+        dist.all_gather_object(every, text, group=self.group)
+        return every
