@@ -55,7 +55,7 @@ def verify(
     bucket_cap_mb: Annotated[float, typer.Option(help="Bucket cap in MiB.")] = VerifyConfig.bucket_cap_mb,
     learning_rate: Annotated[float, typer.Option(help="Of SGD with momentum 0.9.")] = VerifyConfig.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and shards.")] = VerifyConfig.seed,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = VerifyConfig.timeout,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress until the run is given up.")] = VerifyConfig.timeout,
     inject: Annotated[Fault | None, typer.Option(help="Break something on purpose; it must be caught.")] = None,
     inject_into: Annotated[Side, typer.Option(help="The side to break.")] = VerifyConfig.inject_into,
     inject_bucket: Annotated[int, typer.Option(help="The bucket to break.")] = VerifyConfig.inject_bucket,
@@ -99,7 +99,13 @@ def _verify(config: VerifyConfig, console: Console, json_file: Path | None, plot
     from unified_ddp.verify.report import plot_losses, print_report, report_to_dict
     from unified_ddp.verify.run import run_verify
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=config.steps)
         report = run_verify(config, lambda phase, done: bar.update(task, description=phase, completed=done))

@@ -259,9 +259,7 @@ def ulp_distance(a: Any, b: Any) -> np.ndarray:
     """
     left, right = np.asarray(a), np.asarray(b)
     if left.dtype != right.dtype or left.dtype.name not in _BITS:
-        raise ComparisonError(
-            f"no ULP distance between {left.dtype.name} and {right.dtype.name}; cast both"
-        )
+        raise ComparisonError(f"no ULP distance between {left.dtype.name} and {right.dtype.name}; cast both")
     (left_negative, left_size), (right_negative, right_size) = _sign_and_size(left), _sign_and_size(right)
     gap = np.where(left_size > right_size, left_size - right_size, right_size - left_size)
     steps = np.where(left_negative == right_negative, gap, left_size + right_size).astype(np.float64)
@@ -308,9 +306,7 @@ def _check_names(side: str, arrays: Mapping[str, Any], expected: list[str]) -> N
     extra = sorted(set(arrays) - set(expected))
     if missing or extra:
         parts = [f"lacks {missing}"] * bool(missing) + [f"has {extra}, which the plan does not know"] * bool(extra)
-        raise ComparisonError(
-            f"the {side} set of gradients {' and '.join(parts)}; give one for each parameter"
-        )
+        raise ComparisonError(f"the {side} set of gradients {' and '.join(parts)}; give one for each parameter")
 
 
 def _check_array(side: str, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: str) -> None:

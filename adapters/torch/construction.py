@@ -87,7 +87,9 @@ def _difference_in_tensors(kind: str, ranks: list[list[dict[str, Any]]]) -> str 
         for field in ("shape", "dtype", "strides", "trainable"):
             sides = _sides(here, lambda t, field=field: f"{t[field]}")  # type: ignore[misc]
             if len(sides) > 1:
-                return f"ranks hold different {kind}: the {field} of {one} {here[0]['name']!r} is {_tell(sides)}. {remedy}"
+                return (
+                    f"ranks hold different {kind}: the {field} of {one} {here[0]['name']!r} is {_tell(sides)}. {remedy}"
+                )
     return None
 
 

@@ -31,7 +31,9 @@ def refuse_unsupported(**arguments: Any) -> None:
     """Raises NotImplementedError naming the first argument given that is not acted on."""
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"DistributedDataParallel does not act on {name} yet; leave it out (got {value!r})")
+            raise NotImplementedError(
+                f"DistributedDataParallel does not act on {name} yet; leave it out (got {value!r})"
+            )
 
 
 @dataclass(frozen=True)

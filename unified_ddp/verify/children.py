@@ -84,7 +84,15 @@ class Children:
 
     def _start(self, side: Side, rank: int, environment: dict[str, str]) -> None:
         # -P: the current directory stays out of sys.path, where a user's jax.py or torch.py would be found first.
-        command = [sys.executable, "-P", "-m", "unified_ddp.verify.worker", str(self._exchange.directory), side, str(rank)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "unified_ddp.verify.worker",
+            str(self._exchange.directory),
+            side,
+            str(rank),
+        ]
         with self._exchange.log(side, rank).open("wb") as log:
             process = subprocess.Popen(
                 command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=log, stderr=log

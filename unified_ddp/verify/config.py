@@ -59,7 +59,7 @@ class VerifyConfig:
     bucket_cap_mb: float = 0.001
     learning_rate: float = 0.05
     seed: int = 0
-    timeout: float = 300.0
+    timeout: float = 180.0
     inject: Fault | None = None
     inject_into: Side = Side.TORCH
     inject_bucket: int = 1
@@ -68,7 +68,9 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         _require(self.world_size >= 1, "--world-size", self.world_size, "give at least 1")
         _require(self.steps >= 1, "--steps", self.steps, "give at least 1")
-        _require(self.batch_size >= 2, "--batch-size", self.batch_size, "batch norm needs at least 2 images on each rank")
+        _require(
+            self.batch_size >= 2, "--batch-size", self.batch_size, "batch norm needs at least 2 images on each rank"
+        )
         _require(self.bucket_cap_mb > 0, "--bucket-cap-mb", self.bucket_cap_mb, "give a positive number of MiB")
         _require(self.timeout > 0, "--timeout", self.timeout, "give a positive number of seconds")
         _require(self.seed >= 0, "--seed", self.seed, "give 0 or more")
@@ -79,7 +81,9 @@ class VerifyConfig:
         last = self.world_size - 1
         _require(0 <= self.rank_at_fault <= last, "--inject-rank", self.inject_rank, f"ranks are 0 to {last}")
         if self.inject.breaks_reduction:
-            _require(self.world_size >= 2, "--world-size", 1, "one rank alone has no reduction that a fault could break")
+            _require(
+                self.world_size >= 2, "--world-size", 1, "one rank alone has no reduction that a fault could break"
+            )
         if self.inject is Fault.STALE_RANK:
             _require(self.steps >= 2, "--steps", self.steps, "a stale gradient needs a step before")
 

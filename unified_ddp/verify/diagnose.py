@@ -30,7 +30,11 @@ def explain(evidence: StepEvidence, params: Sequence[str], k: float) -> str:
     if any(not np.isfinite(rank[name]).all() for rank in (*evidence.reduced, *evidence.local) for name in params):
         return "there are NaN or infinite gradients, so nothing can be said about their reduction"
     for reason, predict in _hypotheses(evidence):
-        if all(_agrees(evidence.reduced[rank][name], predict(rank, name), k) for rank in _ranks(evidence) for name in params):
+        if all(
+            _agrees(evidence.reduced[rank][name], predict(rank, name), k)
+            for rank in _ranks(evidence)
+            for name in params
+        ):
             return reason
     return "this is none of the known faults"
 

@@ -14,8 +14,8 @@ class FaultyAllReduce:
     """The hook: averages every bucket as the adapter does, except the one at fault.
 
     Attributes:
-        previous: the previous step's local gradients by name, set inside the mapped function while it is traced, since a
-            pure hook remembers nothing.
+        previous: the previous step's local gradients by name, set inside the mapped function while it is traced, since
+            a pure hook remembers nothing.
     """
 
     def __init__(self, config: VerifyConfig) -> None:

@@ -1,7 +1,7 @@
 """The digits net in flax, under torch's names, shapes and conventions.
 
-The parameters stay a flat dict with torch's names and shapes, so that both frameworks have one schema and one plan; they
-are brought into flax's layout inside the loss function, which autodiff turns back for the gradients.
+The parameters stay a flat dict with torch's names and shapes, so that both frameworks have one schema and one plan.
+They are brought into flax's layout inside the loss function, which autodiff turns back for the gradients.
 """
 
 from typing import Any
@@ -27,7 +27,9 @@ class DigitsNet(nn.Module):
         for i, width in ((1, 8), (2, 16)):
             hidden = nn.Conv(width, (3, 3), padding=1, use_bias=False, name=f"conv{i}")(hidden)
             # The fast variance, E[x^2] - E[x]^2, loses digits that torch keeps.
-            norm = nn.BatchNorm(False, momentum=1 - BN_MOMENTUM, epsilon=BN_EPSILON, use_fast_variance=False, name=f"bn{i}")
+            norm = nn.BatchNorm(
+                False, momentum=1 - BN_MOMENTUM, epsilon=BN_EPSILON, use_fast_variance=False, name=f"bn{i}"
+            )
             hidden = nn.silu(norm(hidden))
         hidden = nn.avg_pool(hidden, (2, 2), (2, 2))
         hidden = hidden.transpose(0, 3, 1, 2).reshape(hidden.shape[0], -1)  # torch flattens channels first
@@ -72,7 +74,7 @@ def _flax_stats(buffers: Arrays) -> dict[str, Any]:
 
 
 def _torch_buffers(before: Arrays, stats: Any, images: jax.Array) -> Arrays:
-    """torch keeps the unbiased variance, flax the biased one; both nets keep all 8x8 positions in front of batch norm."""
+    """Undoes flax's biased variance for torch's unbiased one; in front of both batch norms lie all 8x8 positions."""
     count = images.shape[0] * images.shape[2] * images.shape[3]
     after: Arrays = {}
     for layer in ("bn1", "bn2"):

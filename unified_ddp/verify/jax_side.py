@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,8 +62,8 @@ class _Trainer:
                 exchange.put_step(Side.JAX, rank, step, record)
 
     def _make_step(self) -> Callable[..., tuple[Tree, Tree, Tree, Tree, jax.Array]]:
-        def step(params: Tree, momentum: Tree, buffers: Tree, previous: Tree, images: jax.Array, labels: jax.Array):  # noqa: ANN202
-            buffers, previous, images, labels = jax.tree.map(lambda a: a[0], (buffers, previous, images, labels))
+        def step(params: Tree, momentum: Tree, shard: Any) -> tuple[Tree, Tree, Tree, Tree, jax.Array]:
+            buffers, previous, images, labels = jax.tree.map(lambda a: a[0], shard)
             if self.hook:
                 self.hook.previous = previous
             buffers = self.ddp.sync_buffers(buffers)
@@ -77,7 +78,7 @@ class _Trainer:
         mapped = shard_map(
             step,
             mesh=self.mesh,
-            in_specs=(same, same, split, split, split, split),
+            in_specs=(same, same, split),
             out_specs=(same, same, split, same, split),
             check_vma=self.hook is None,
         )
@@ -89,9 +90,7 @@ class _Trainer:
         stale = self.config.fault_in(Side.JAX) is Fault.STALE_RANK
         previous = self._sharded(self.previous or local) if stale else {}
         self.params, self.momentum, self.buffers, reduced, losses = jax.block_until_ready(
-            self.mapped_step(
-                self.params, self.momentum, self.buffers, previous, self._sharded(images), self._sharded(labels)
-            )
+            self.mapped_step(self.params, self.momentum, (self.buffers, previous, *self._sharded((images, labels))))
         )
         self.previous = local
         buffers = jax.device_get(self.buffers)
@@ -136,5 +135,5 @@ class _Trainer:
     def _replicated(self, tree: Arrays) -> Tree:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
-    def _sharded(self, tree):  # noqa: ANN001, ANN202
+    def _sharded(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P(AXIS)))

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -53,7 +54,9 @@ def describe(finding: Finding) -> str:
         return finding.reason
     where = "buffers" if finding.bucket is None else f"bucket {finding.bucket}"
     ranks = ", ".join(map(str, finding.ranks))
-    text = f"{finding.comparison}: {where} ({', '.join(finding.params)}) differs from step {finding.step} on, rank {ranks}"
+    text = (
+        f"{finding.comparison}: {where} ({', '.join(finding.params)}) differs from step {finding.step} on, rank {ranks}"
+    )
     if finding.comparison == CROSS:
         return f"{text}; each side agrees with its own oracle, so the models or optimizers differ, not the reduction"
     return f"{text}: {finding.reason}" if finding.reason else text
@@ -75,40 +78,52 @@ def print_report(report: VerifyReport, console: Console) -> None:
 
 
 def _param_table(report: VerifyReport) -> Table:
-    table = Table(title="Reduced gradients: largest difference over all steps and ranks, by parameter")
+    title = f"Reduced gradients, largest relative difference in any step and rank (tolerance {report.config.k:g})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     table.add_column("bucket", justify="right")
     table.add_column("parameter", no_wrap=True)
-    table.add_column("max |ref|", justify="right")
-    for title in ("torch-oracle\nrelative", "jax-oracle\nrelative", "jax-torch\nabsolute", "jax-torch\nrelative", "k"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    for head in ("max\n|ref|", "torch-\noracle", "jax-\noracle", "jax-\ntorch", "jax-torch\nabsolute", ""):
+        table.add_column(head, justify="right", no_wrap=True)
     wrong = _wrong_params(report)
     oracles = [report.comparisons[title].params for title in _ORACLES]
     for t, j, cross in zip(*oracles, report.comparisons[CROSS].params, strict=True):
-        numbers = (t.max_rel, j.max_rel, cross.max_abs, cross.max_rel, report.config.k)
         bad = cross.name in wrong
-        marks = (str(cross.bucket), cross.name, f"{cross.scale:.3g}", *(f"{n:.1e}" for n in numbers))
-        table.add_row(*marks, "FAIL" if bad else "ok", style="red" if bad else None)
+        numbers = (t.max_rel, j.max_rel, cross.max_rel, cross.max_abs)
+        cells = (str(cross.bucket), cross.name, f"{cross.scale:.2g}", *(f"{n:.1e}" for n in numbers))
+        table.add_row(*cells, "FAIL" if bad else "ok", style="red" if bad else None)
     return table
 
 
 def _bucket_table(report: VerifyReport) -> Table:
-    table = Table(title="The same by bucket (ULP: representable values between reduction and oracle)")
-    for title in ("bucket", "params", "bytes", "torch\nULP", "jax\nULP", "jax-torch\nabsolute", "jax-torch\nrelative"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    table = Table(
+        title="The same by bucket (ULP: steps between the reduction and its oracle)",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    heads = (
+        "bucket",
+        "params",
+        "bytes",
+        "torch-oracle\nULP",
+        "jax-oracle\nULP",
+        "jax-\ntorch",
+        "jax-torch\nabsolute",
+        "",
+    )
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     wrong = {finding.bucket for finding in report.findings}
     oracles = [report.comparisons[title].buckets for title in _ORACLES]
     for t, j, cross in zip(*oracles, report.comparisons[CROSS].buckets, strict=True):
         spec, bad = report.plan.buckets[cross.index], cross.index in wrong
         cells = (cross.index, len(spec.params), spec.nbytes, f"{t.max_ulp:.3g}", f"{j.max_ulp:.3g}")
-        differences = (f"{cross.max_abs:.1e}", f"{cross.max_rel:.1e}")
+        differences = (f"{cross.max_rel:.1e}", f"{cross.max_abs:.1e}")
         table.add_row(*map(str, cells), *differences, "FAIL" if bad else "ok", style="red" if bad else None)
     return table
 
 
 def _loss_table(losses: dict[Side, list[float]]) -> Table:
-    table = Table(title="Loss, mean over ranks")
+    table = Table(title="Loss, mean over ranks", title_justify="left", box=box.SIMPLE)
     for title in ("side", "curve", "first", "last"):
         table.add_column(title)
     for side, values in losses.items():
@@ -120,9 +135,11 @@ def _print_facts(report: VerifyReport, console: Console) -> None:
     gap = max(abs(a - b) for a, b in zip(*report.losses.values(), strict=True))
     buffers = max((row.max_rel for row in report.buffers[CROSS]), default=0.0)
     console.print(f"largest loss difference {gap:.1e}; batch-norm buffers, jax-torch relative {buffers:.1e}")
-    same = len(set(report.fingerprints.values())) == 1
-    held = ", ".join(f"{name} {value:016x}" for name, value in report.fingerprints.items())
-    console.print(f"plan {'shared by' if same else 'DIFFERS:'} {held}", highlight=False)
+    ranks = report.config.world_size
+    if len(set(report.fingerprints.values())) == 1:
+        console.print(
+            f"plan {report.plan.fingerprint:016x}, the same on {ranks} torch and {ranks} jax ranks", highlight=False
+        )
     console.print(", ".join(f"{name} {number}" for name, number in report.versions.items()), highlight=False)
 
 

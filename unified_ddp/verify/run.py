@@ -43,7 +43,6 @@ def run_verify(config: VerifyConfig, progress: Progress = lambda phase, steps: N
 class _Run:
     def __init__(self, config: VerifyConfig, exchange: Exchange, children: Children, progress: Progress) -> None:
         self.config, self.exchange, self.children, self.progress = config, exchange, children, progress
-        self.deadline = time.monotonic() + config.timeout
         self.ranks = [(side, rank) for side in Side for rank in range(config.world_size)]
 
     def report(self) -> VerifyReport:
@@ -72,7 +71,9 @@ class _Run:
         self.progress("planning", 0)
         plans = {}
         for side, rank in self.ranks:
-            plans[side, rank] = self._wait(side, rank, "its bucket plan", lambda s=side, r=rank: self.exchange.plan(s, r))
+            plans[side, rank] = self._wait(
+                side, rank, "its bucket plan", lambda s=side, r=rank: self.exchange.plan(s, r)
+            )
             self._require_bucket(plans[side, rank])
         return plans
 
@@ -94,13 +95,14 @@ class _Run:
         return records
 
     def _wait(self, side: Side, rank: int, what: str, take: Callable[[], T | None]) -> T:
+        deadline = time.monotonic() + self.config.timeout
         while (found := take()) is None:
             self.children.check()
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > deadline:
                 raise VerifyError(
-                    f"{self.children.name(side, rank)} did not report {what} within --timeout "
-                    f"{self.config.timeout:g} seconds: a process hangs, or the machine is slow and needs a longer "
-                    f"--timeout. Where each process is:\n{self.children.where()}"
+                    f"{self.children.name(side, rank)} did not report {what}: no progress for {self.config.timeout:g} "
+                    "seconds. A process hangs, or the machine is slow and needs a longer --timeout. "
+                    f"Where each process is:\n{self.children.where()}"
                 )
             time.sleep(_POLL_SECONDS)
         return found

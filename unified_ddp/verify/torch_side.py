@@ -1,6 +1,7 @@
 """One torch rank: trains under DistributedDataParallel and, next to it, a plain copy that knows no reduction."""
 
 import copy
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class _Trainer:
         self.model = make_model(weights, config.dtype)
         self.plain = copy.deepcopy(self.model)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=config.bucket_cap_mb)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), config.learning_rate, SGD_MOMENTUM)
+        self.momentum = [torch.zeros_like(param) for param in self.model.parameters()]
         self.fault = FaultyAllReduce(config, rank) if config.fault_in(Side.TORCH) else None
         if self.fault:
             self.ddp.register_comm_hook(self.fault, FaultyAllReduce.hook)
@@ -63,7 +64,7 @@ class _Trainer:
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for _ in range(2):
             self._backward(self.ddp, images, labels)
-        self.optimizer.zero_grad()
+        self.ddp.zero_grad()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(before[name])
         if self.fault:
@@ -73,7 +74,7 @@ class _Trainer:
         self._align_plain()
         self.plain.zero_grad()
         self._backward(self.plain, images, labels)
-        self.optimizer.zero_grad()
+        self.ddp.zero_grad()
         loss = self._backward(self.ddp, images, labels)
         record = StepRecord(
             loss,
@@ -82,8 +83,15 @@ class _Trainer:
             buffers=_arrays(self.model.named_buffers()),
             plain_buffers=_arrays(self.plain.named_buffers()),
         )
-        self.optimizer.step()
+        self._update()
         return record
+
+    def _update(self) -> None:
+        """Momentum SGD as on the JAX side; torch.optim would load torch's compiler, two seconds a rank."""
+        with torch.no_grad():
+            for param, momentum in zip(self.model.parameters(), self.momentum, strict=True):
+                momentum.mul_(SGD_MOMENTUM).add_(param.grad)
+                param.sub_(momentum, alpha=self.config.learning_rate)
 
     def _align_plain(self) -> None:
         """Gives the plain copy this rank's weights and rank 0's buffers, by means that are not those under test."""
@@ -107,5 +115,5 @@ def _gradients(model: nn.Module) -> dict[str, np.ndarray]:
     return _arrays((name, param.grad) for name, param in model.named_parameters() if param.grad is not None)
 
 
-def _arrays(tensors) -> dict[str, np.ndarray]:  # noqa: ANN001
+def _arrays(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors}

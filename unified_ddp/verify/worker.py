@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> None:
 
 def _end_with_parent() -> None:
     """The parent holds the other end of stdin: it closes even if the parent is killed, and no child outlives it."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held when the interpreter shuts down
+        pass
     os._exit(1)
 
 
