@@ -1,6 +1,7 @@
 """What the tests of the JAX adapter share: a small model, the oracle, and the ways to map a function over replicas."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,9 @@ class Replicas:
             pieces = jax.tree.map(lambda x: x.reshape(self.size, -1, *x.shape[1:]), split)
             if self.mapping == "pmap":
                 devices = jax.devices("cpu")[: self.size]
-                result = jax.pmap(fn, axis_name=self.axis, in_axes=(None, 0), devices=devices)(shared, pieces)
+                # Closed over, as pmap of jax 0.10 mistakes in_axes=(None, 0) for one axis a leaf if there are two leaves.
+                one = functools.partial(fn, shared)
+                result = jax.pmap(one, axis_name=self.axis, devices=devices)(pieces)
             else:
                 result = jax.jit(jax.vmap(fn, axis_name=self.axis, in_axes=(None, 0)))(shared, pieces)
         jax.block_until_ready(result)
@@ -63,7 +66,7 @@ class Replicas:
 
 
 def mesh(*sizes_and_axes: Any) -> Mesh:
-    """mesh(2, "data", 2, "model") is a mesh of 2 x 2 CPU devices."""
+    """Returns a mesh of CPU devices; mesh(2, "data", 2, "model") has 2 x 2."""
     sizes, axes = sizes_and_axes[::2], sizes_and_axes[1::2]
     devices = np.array(jax.devices("cpu")[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))

@@ -80,26 +80,17 @@ def test_plan_of_another_framework_is_taken_over_by_name(strategy: Any) -> None:
     assert_all_close(grads, oracle(loss_fn, params, batch, 2))
 
 
+W, B = ("w", (2,), "float32"), ("b", (3,), "float32")
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([("w", (2,), "float32")], "the pytree has the parameter 'b', which is not in the plan"),
-        (
-            [("b", (3,), "float32"), ("w", (3,), "float32")],
-            r"'w' has shape \(2,\) in the pytree and \(3,\) in the plan",
-        ),
-        (
-            [("b", (3,), "float32"), ("w", (2,), "float64")],
-            "'w' has dtype float32 in the pytree and float64 in the plan",
-        ),
-        (
-            [("b", (3,), "float32"), ("w", (2,), "float32"), ("x", (), "float32")],
-            "the plan has the parameter 'x', but the pytree has no such leaf",
-        ),
-        (
-            [("b", (3,), "float32"), ("w", (2,), "float32"), ("n", (), "float32")],
-            "the plan has the parameter 'n', but the pytree holds it as int32, which has no gradient",
-        ),
+        ([W], "the pytree has the parameter 'b', which is not in the plan"),
+        ([B, ("w", (3,), "float32")], r"'w' has shape \(2,\) in the pytree and \(3,\) in the plan"),
+        ([B, ("w", (2,), "float64")], "'w' has dtype float32 in the pytree and float64 in the plan"),
+        ([B, W, ("x", (), "float32")], "the plan has the parameter 'x', but the pytree has no such leaf"),
+        ([B, W, ("n", (), "float32")], "the parameter 'n', but the pytree holds it as int32, which has no gradient"),
     ],
 )
 def test_first_difference_to_a_plan_is_named(specs: Any, message: str) -> None:
@@ -117,11 +108,21 @@ def test_import_loads_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+WITHOUT_JAX = """
+import sys
+
+class NoJax:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax":
+            raise ModuleNotFoundError("No module named 'jax'", name="jax")
+
+sys.meta_path.insert(0, NoJax())
+import unified_ddp
+import unified_ddp.jax
+"""
+
+
 def test_import_without_jax_says_what_to_install() -> None:
-    result = _python(
-        "import sys; sys.meta_path.insert(0, type('No', (), {'find_spec': staticmethod(\n"
-        "  lambda name, *_: (_ for _ in ()).throw(ModuleNotFoundError(name, name=name)) if name == 'jax' else None)}))\n"
-        "import unified_ddp, unified_ddp.jax"
-    )
+    result = _python(WITHOUT_JAX)
     assert result.returncode != 0
     assert "ImportError: unified_ddp.jax needs JAX; install it with: pip install unified_ddp[jax]" in result.stderr
