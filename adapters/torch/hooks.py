@@ -89,11 +89,13 @@ def check_comm_hook(hook: Any) -> None:
         raise TypeError(
             f"the comm hook {hook_name(hook)}{signature} must take two positional arguments, state and bucket"
         ) from error
-    bucket = list(signature.parameters.values())[1:2]
-    annotation = bucket[0].annotation if bucket else inspect.Parameter.empty
-    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+    # Annotations may be strings, which are taken as they come: they cannot be resolved for every callable.
+    given = [p.annotation for p in list(signature.parameters.values())[1:2] if p.kind is not p.VAR_POSITIONAL]
+    if any(not isinstance(a, str) and a not in _BUCKETS for a in given):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    returned = signature.return_annotation
-    if returned is not inspect.Signature.empty and not isinstance(returned, str):
-        if returned not in (torch.futures.Future[torch.Tensor], torch.futures.Future):
-            raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+    if not isinstance(signature.return_annotation, str) and signature.return_annotation not in _RETURNS:
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+
+_BUCKETS = (inspect.Parameter.empty, dist.GradBucket, GradBucket, Any)
+_RETURNS = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future, Any)

@@ -1,0 +1,199 @@
+"""Construction: ranks that differ, arguments that cannot be right, and what is synchronised."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import MLP, ConvNet
+from torch import nn
+
+from unified_ddp.torch import DistributedDataParallel
+
+
+class Named(nn.Module):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+MISMATCHES: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
+    "shape": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), b=nn.Linear(4, 4 + (rank == 1)))},
+        ["shape of parameter 'b.weight'", "[4, 4] on ranks 0, 2", "[5, 4] on rank 1"],
+    ),
+    "same sizes, other shapes": (
+        lambda rank: {"module": Named(a=nn.Linear(2, 8, bias=False) if rank else nn.Linear(8, 2, bias=False))},
+        ["shape of parameter 'a.weight'", "[2, 8] on rank 0", "[8, 2] on ranks 1, 2"],
+    ),
+    "dtype": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4, dtype=torch.float64 if rank == 2 else None))},
+        ["dtype of parameter 'a.weight'", "float32 on ranks 0, 1", "float64 on rank 2"],
+    ),
+    "order": (
+        lambda rank: {
+            "module": Named(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+            if rank
+            else Named(b=nn.Linear(4, 4), a=nn.Linear(4, 4))
+        },
+        ["parameter number 0", "'b.weight' on rank 0", "'a.weight' on ranks 1, 2"],
+    ),
+    "count": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), **({"b": nn.Linear(4, 4)} if rank == 0 else {}))},
+        ["parameter number 2", "'b.weight' on rank 0", "absent on ranks 1, 2", "4 parameters on rank 0"],
+    ),
+    "frozen": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), b=frozen(nn.Linear(4, 4)) if rank else nn.Linear(4, 4))},
+        ["trainable of parameter 'b.weight'", "True on rank 0", "False on ranks 1, 2"],
+    ),
+    "strides": (
+        lambda rank: {"module": ConvNet(channels_last=rank == 1)},
+        ["strides of parameter 'conv2.weight'"],
+    ),
+    "buffers": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), b=nn.BatchNorm1d(4, track_running_stats=rank != 1))},
+        ["buffer number 0", "'b.running_mean' on ranks 0, 2", "absent on rank 1"],
+    ),
+    "options": (
+        lambda rank: {"module": MLP(), "find_unused_parameters": rank == 1},
+        ["find_unused_parameters", "False on ranks 0, 2", "True on rank 1"],
+    ),
+    "bucket caps": (
+        lambda rank: {"module": MLP(), "bucket_cap_mb": 1 + rank},
+        ["bucket caps", "1048576"],
+    ),
+}
+
+
+def case_mismatch(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
+    arguments = MISMATCHES[kind][0](rank)
+    before = {k: v.clone() for k, v in arguments["module"].state_dict().items()}
+    with pytest.raises(RuntimeError) as caught:
+        DistributedDataParallel(**arguments)
+    untouched = all(torch.equal(v, before[k]) for k, v in arguments["module"].state_dict().items())
+    dist.barrier()
+    return f"{type(caught.value).__name__}: {caught.value}", untouched
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_all_ranks_name_the_first_difference(world: Callable[[int], Any], kind: str) -> None:
+    results = world(3).run(case_mismatch, kind=kind)
+    assert len({message for message, _ in results}) == 1
+    message, untouched = results[0]
+    assert message.startswith("ConstructionMismatchError")
+    for fragment in MISMATCHES[kind][1]:
+        assert fragment in message
+    assert untouched
+
+
+def case_sync(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    model = ConvNet()
+    model.bn.running_mean.fill_(rank)
+    ddp = DistributedDataParallel(model, **options)
+    equal = {}
+    for name, value in ddp.module.state_dict().items():
+        every = [torch.empty_like(value) for _ in range(world_size)]
+        dist.all_gather(every, value)
+        equal[name] = all(torch.equal(every[0], e) for e in every)
+    return equal
+
+
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers:FutureWarning")
+@pytest.mark.parametrize(
+    ("options", "params", "buffers"),
+    [
+        ({}, True, True),
+        ({"forward_sync_buffers": False}, True, True),
+        ({"broadcast_buffers": False}, True, False),
+        ({"init_sync": False}, False, False),
+    ],
+)
+def test_what_construction_synchronises(
+    world: Callable[[int], Any], options: dict[str, Any], params: bool, buffers: bool
+) -> None:
+    for equal in world(2).run(case_sync, options=options):
+        assert equal["conv1.weight"] == params
+        assert equal["bn.running_mean"] == buffers
+
+
+def case_buffers(rank: int, world_size: int, sync: bool) -> None:
+    ddp = DistributedDataParallel(ConvNet(), forward_sync_buffers=sync)
+    ddp(torch.full((4, 64), float(rank)) + torch.randn(4, 64)).sum().backward()
+    mean = ddp.module.bn.running_mean.clone()
+    every = [torch.empty_like(mean) for _ in range(world_size)]
+    dist.all_gather(every, mean)
+    assert not torch.equal(every[0], every[1])
+    ddp.eval()
+    ddp(torch.randn(2, 64))
+    assert torch.equal(ddp.module.bn.running_mean, every[0] if sync else mean)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_buffers_follow_rank_0(world: Callable[[int], Any], sync: bool) -> None:
+    world(2).run(case_buffers, sync=sync)
+
+
+BAD_CAPS = [0, -1, float("nan"), float("inf"), "25", True, [], [25, 0], [25, "x"], [float("nan")], [-1.0]]
+
+
+def case_bad_caps(rank: int, world_size: int) -> list[tuple[str, str]]:
+    seen = []
+    for value in BAD_CAPS:
+        argument = "bucket_cap_mb_list" if isinstance(value, list) else "bucket_cap_mb"
+        with pytest.raises((TypeError, ValueError)) as caught:
+            DistributedDataParallel(MLP(), **{argument: value})
+        seen.append((type(caught.value).__name__, str(caught.value)))
+    return seen
+
+
+def test_bucket_caps_that_cannot_be(world: Callable[[int], Any]) -> None:
+    for seen in world(2).run(case_bad_caps):
+        for value, (kind, message) in zip(BAD_CAPS, seen, strict=True):
+            bad = next((v for v in value if v != 25), None) if isinstance(value, list) else value
+            assert kind == ("TypeError" if isinstance(bad, bool | str) else "ValueError")
+            assert "bucket_cap_mb" in message
+            assert repr(bad) in message or value == []
+
+
+def case_bad_modules(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        DistributedDataParallel(frozen(MLP()))
+    with pytest.raises(RuntimeError, match="dummy forward"):
+        DistributedDataParallel(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match="single element"):
+        DistributedDataParallel(MLP(), device_ids=[0, 1])
+    with pytest.raises(ValueError, match="device_ids"):
+        DistributedDataParallel(MLP(), device_ids=[0])
+    with pytest.raises(ValueError, match="same type of devices"):
+        DistributedDataParallel(Named(a=nn.Linear(2, 2), b=nn.Linear(2, 2, device="meta")))
+
+
+def test_modules_that_cannot_be_wrapped(world: Callable[[int], Any]) -> None:
+    world(2).run(case_bad_modules)
+
+
+def case_ignored(rank: int, world_size: int) -> None:
+    model = MLP()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+    ddp = DistributedDataParallel(model)
+    assert "head.weight" not in [p.name for p in ddp.plan.params]
+    x = torch.randn(5, 8)
+    ddp(x).pow(2).sum().backward()
+    every = [torch.empty_like(model.head.weight) for _ in range(world_size)]
+    dist.all_gather(every, model.head.weight.grad)
+    assert not torch.equal(every[0], every[1])
+
+
+def test_ignored_parameters_stay_local(world: Callable[[int], Any]) -> None:
+    world(2).run(case_ignored)
