@@ -9,6 +9,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,9 +26,9 @@ struct Assignment {
 
 // The rules of torch's compute_bucket_assignment_by_size: parameters are taken in `order`; those of one dtype and
 // device fill a bucket until it holds at least its cap in bytes; each dtype and device walks through `caps` on its own,
-// and the last cap repeats; a sparse parameter is a bucket of its own. Without `order` parameters come as registered and
-// buckets are sorted by their first parameter; with one, buckets come as they fill, unfinished ones at the end in the
-// order of their first parameter. Linear in the number of parameters.
+// and the last cap repeats; a sparse parameter is a bucket of its own. Without `order` parameters come as registered
+// and buckets are sorted by their first parameter; with one, buckets come as they fill, unfinished ones at the end in
+// the order of their first parameter. Linear in the number of parameters.
 inline std::vector<Assignment> assign_buckets(const Params& params, const std::vector<std::int64_t>& caps,
                                               const std::optional<std::vector<std::uint32_t>>& order) {
   if (caps.empty()) throw PlanError("no bucket cap was given; give at least one, in bytes");
@@ -46,7 +47,8 @@ inline std::vector<Assignment> assign_buckets(const Params& params, const std::v
     }
     if (sequence.size() != params.size()) {
       auto missing = static_cast<std::size_t>(std::find(seen.begin(), seen.end(), false) - seen.begin());
-      throw PlanError("the order given lacks parameter '" + params[missing]->name() + "'; it must name every parameter once");
+      throw PlanError("the order given lacks parameter '" + params[missing]->name() +
+                      "'; it must name every parameter once");
     }
   } else {
     sequence.resize(params.size());
@@ -71,8 +73,11 @@ inline std::vector<Assignment> assign_buckets(const Params& params, const std::v
     Open& bucket = open[{param.dtype(), param.device()}];
     if (bucket.params.empty()) bucket.opened_at = position;
     bucket.params.push_back(index);
-    bucket.bytes += param.nbytes();
-    if (bucket.bytes >= caps[bucket.cap]) {
+    // Never past the cap before the sum, so comparing with what is left cannot overflow where adding could.
+    std::int64_t left = caps[bucket.cap] - bucket.bytes;
+    if (param.nbytes() < left) {
+      bucket.bytes += param.nbytes();
+    } else {
       result.push_back({std::move(bucket.params), caps[bucket.cap]});
       bucket = Open{{}, 0, std::min(bucket.cap + 1, caps.size() - 1), 0};
     }
@@ -98,6 +103,11 @@ class BucketSpec {
       if (param.dtype() != first_->dtype() || param.device() != first_->device())
         throw PlanError("parameters '" + first_->name() + "' and '" + param.name() +
                         "' differ in dtype or device and cannot share a bucket");
+      if (param.sparse() && params_.size() > 1)
+        throw PlanError("the sparse parameter '" + param.name() + "' shares a bucket; it must be alone in one");
+      if (param.numel() >
+          std::numeric_limits<std::int64_t>::max() / static_cast<std::int64_t>(param.itemsize()) - numel_)
+        throw PlanError("the bucket of parameter '" + param.name() + "' is larger than 2^63 bytes; give a smaller cap");
       offsets_.push_back(numel_);
       numel_ += param.numel();
     }
@@ -111,6 +121,9 @@ class BucketSpec {
   const std::string& dtype() const { return first_->dtype(); }
   const std::string& device() const { return first_->device(); }
   bool sparse() const { return first_->sparse(); }
+
+  // The same places under the same cap; whether the parameters are equal is for the plan to say.
+  bool same_places(const BucketSpec& other) const { return params_ == other.params_ && cap_ == other.cap_; }
 
  private:
   std::vector<std::uint32_t> params_;
@@ -132,9 +145,11 @@ class BucketPlan {
       if (assignment.params.empty()) throw PlanError("a bucket is empty; leave it out");
       for (std::uint32_t index : assignment.params) {
         if (index >= params_.size())
-          throw PlanError("a bucket names parameter number " + std::to_string(index) + " of " + std::to_string(params_.size()));
+          throw PlanError("a bucket names parameter number " + std::to_string(index) + " of " +
+                          std::to_string(params_.size()));
         if (bucket_of_[index] != kNone)
-          throw PlanError("parameter '" + params_[index]->name() + "' stands in two places of the plan; one bucket must hold it");
+          throw PlanError("parameter '" + params_[index]->name() +
+                          "' stands in two places of the plan; one bucket must hold it");
         bucket_of_[index] = static_cast<std::uint32_t>(buckets_.size());
       }
       buckets_.push_back(std::make_shared<const BucketSpec>(params_, std::move(assignment)));
@@ -160,6 +175,13 @@ class BucketPlan {
       for (std::uint32_t index : bucket->params()) params_[index]->add_to(fingerprint);
     }
     return fingerprint.digest();
+  }
+
+  bool operator==(const BucketPlan& other) const {
+    return std::equal(params_.begin(), params_.end(), other.params_.begin(), other.params_.end(),
+                      [](const auto& a, const auto& b) { return a == b || *a == *b; }) &&
+           std::equal(buckets_.begin(), buckets_.end(), other.buckets_.begin(), other.buckets_.end(),
+                      [](const auto& a, const auto& b) { return a->same_places(*b); });
   }
 
  private:

@@ -6,6 +6,11 @@
 //    +-------------+                  +-- mark() counts a bucket down; flush() launches what is left
 //
 // Buckets are launched in plan order, whatever order their gradients come in: all ranks issue the same collectives.
+// A callback that throws, and a gradient that comes too late, fail the backward pass: nothing more is launched in it
+// and it cannot end, only be aborted, so that a half-reduced pass never looks whole.
+//
+// Not thread-safe: callers hold one lock (Python's) around every call. A callback may let it go; calls that then come
+// from other threads or from the callback itself find a consistent state.
 #pragma once
 
 #include <cstdint>
@@ -25,15 +30,15 @@ enum class Phase : std::uint8_t { idle, armed, active };
 enum class Arrival : std::uint8_t {
   unknown = 0,  // may come, more than once, or not at all: its bucket waits for flush()
   once = 1,     // comes exactly once: its bucket counts on it
-  never = 2,    // does not come: its bucket does not wait for it
+  never = 2,    // does not come, or the pass fails: its bucket does not wait for it
 };
 
 class Readiness {
  public:
   struct Callbacks {
-    std::function<void()> start;                // a gradient arrived while armed: call begin() to reduce this backward pass
+    std::function<void()> start;  // a gradient arrived while armed: call begin() to reduce this backward pass
     std::function<void(std::uint32_t)> bucket;  // launch this bucket
-    std::function<void(std::uint32_t)> param;   // an eager parameter's gradient is final and its bucket not launched
+    std::function<void(std::uint32_t)> param;   // an eager parameter's gradient came and its bucket is not launched
   };
 
   // `buckets` in launch order; `eager` marks parameters which the caller wants to hear of one by one.
@@ -72,6 +77,8 @@ class Readiness {
   Phase phase() const { return phase_; }
   std::size_t size() const { return names_.size(); }
   std::size_t launched() const { return next_; }
+  bool failed() const { return failed_; }
+  const std::string& name(std::uint32_t index) const { return names_[check(index)]; }
   bool touched(std::uint32_t index) const { return touched_[check(index)]; }  // since the last end()
   bool seen(std::uint32_t index) const { return seen_[check(index)]; }        // in this backward pass
 
@@ -110,38 +117,37 @@ class Readiness {
   // A gradient has been accumulated. The hot path: one call a parameter and backward pass.
   void mark(std::uint32_t index) {
     touched_[check(index)] = true;
-    if (phase_ == Phase::armed) callbacks_.start();
-    if (phase_ != Phase::active) return;
-    if (arrival_[index] == Arrival::never)
-      throw ReadinessError("Your training graph has changed in this iteration: parameter '" + names_[index] +
-                           "' was unused in the first iteration and has a gradient now, so this gradient would not be "
-                           "reduced. This is not compatible with static_graph=True; leave it out");
+    if (phase_ == Phase::armed) start();
+    if (phase_ != Phase::active || failed_) return;
     std::uint32_t bucket = bucket_of_[index];
-    if (bucket < next_)
-      throw ReadinessError(
-          "parameter '" + names_[index] +
-          "' got another gradient after its bucket was launched, so that gradient would be lost. It is reached both "
-          "by the outer graph and by a reentrant backward pass; use torch.utils.checkpoint(use_reentrant=False)");
     bool first = !seen_[index];
+    if (arrival_[index] == Arrival::never) refuse_unexpected(index);
+    if (bucket < next_) refuse_late(index, "its bucket was launched");
+    // Its packed gradient would lack what comes now; packing again would scale the first part twice.
+    if (!first && eager_[index] && arrival_[index] == Arrival::once) refuse_late(index, "it was packed");
     if (first) {
       seen_[index] = true;
       order_.push_back(index);
     }
     if (arrival_[index] != Arrival::once || !first) return;
-    if (eager_[index]) callbacks_.param(index);
+    if (eager_[index]) {
+      std::uint64_t pass = pass_;
+      call([&] { callbacks_.param(index); });
+      if (pass != pass_ || failed_ || pending_[bucket] == 0) return;  // it gave this pass up, or flushed it
+    }
     if (--pending_[bucket] == 0) advance();
   }
 
   // Launches, in order, every bucket not launched yet, whatever has arrived.
   void flush() {
-    if (phase_ != Phase::active) throw ReadinessError("flush() outside a backward pass; call begin() first");
+    require_active("flush()");
     pending_.assign(pending_.size(), 0);
     advance();
   }
 
   // Ends the backward pass: everything was launched and reduced.
   void end() {
-    if (phase_ != Phase::active) throw ReadinessError("end() outside a backward pass; call begin() first");
+    require_active("end()");
     if (next_ != buckets_.size())
       throw ReadinessError("the backward pass ended with " + std::to_string(buckets_.size() - next_) + " of " +
                            std::to_string(buckets_.size()) + " buckets not launched; call flush() first");
@@ -156,6 +162,51 @@ class Readiness {
   }
 
  private:
+  void require_active(const char* what) const {
+    if (phase_ != Phase::active)
+      throw ReadinessError(std::string(what) + " outside a backward pass; call begin() first");
+    if (failed_)
+      throw ReadinessError(std::string(what) +
+                           " after an error in this backward pass, whose gradients are not all reduced; "
+                           "abort() it, then run it again");
+  }
+
+  [[noreturn]] void refuse_late(std::uint32_t index, const char* after) {
+    failed_ = true;
+    throw ReadinessError(
+        "parameter '" + names_[index] + "' got another gradient after " + after +
+        ", so that gradient would be lost. It is reached both by the outer graph and by a reentrant backward pass; "
+        "use torch.utils.checkpoint(use_reentrant=False)");
+  }
+
+  [[noreturn]] void refuse_unexpected(std::uint32_t index) {
+    failed_ = true;
+    throw ReadinessError("Your training graph has changed in this iteration: parameter '" + names_[index] +
+                         "' was unused in the first iteration and has a gradient now, so this gradient would not be "
+                         "reduced. This is not compatible with static_graph=True; leave it out");
+  }
+
+  void start() {
+    try {
+      callbacks_.start();
+    } catch (...) {
+      failed_ = phase_ == Phase::active;  // it began the pass, but this gradient is not counted in it
+      throw;
+    }
+  }
+
+  // Calls back; an error fails the pass in which it was made.
+  template <class F>
+  void call(F&& callback) {
+    std::uint64_t pass = pass_;
+    try {
+      callback();
+    } catch (...) {
+      if (pass == pass_) failed_ = true;
+      throw;
+    }
+  }
+
   std::uint32_t check(std::uint32_t index) const {
     if (index >= names_.size())
       throw ReadinessError("parameter number " + std::to_string(index) + " is out of range; there are " +
@@ -168,6 +219,8 @@ class Readiness {
     pending_.assign(buckets_.size(), 0);
     order_.clear();
     next_ = 0;
+    failed_ = false;
+    ++pass_;
   }
 
   // A launch may let another thread's mark() in; that one only counts, and this loop goes on to launch in order.
@@ -178,8 +231,10 @@ class Readiness {
       explicit Guard(bool& f) : flag(f) { flag = true; }
       ~Guard() { flag = false; }
     } guard(launching_);
-    while (phase_ == Phase::active && next_ < buckets_.size() && pending_[next_] == 0)
-      callbacks_.bucket(static_cast<std::uint32_t>(next_++));
+    while (phase_ == Phase::active && !failed_ && next_ < buckets_.size() && pending_[next_] == 0) {
+      auto bucket = static_cast<std::uint32_t>(next_++);
+      call([&] { callbacks_.bucket(bucket); });
+    }
   }
 
   std::vector<std::string> names_;
@@ -196,6 +251,8 @@ class Readiness {
   Phase phase_ = Phase::idle;
   Phase resting_ = Phase::idle;
   bool launching_ = false;
+  bool failed_ = false;
+  std::uint64_t pass_ = 0;  // tells a callback's pass from one that it aborted or began
 };
 
 }  // namespace unified_ddp

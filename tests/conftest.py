@@ -1,4 +1,6 @@
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,3 +26,15 @@ def world(_worlds: dict[int, World]) -> Callable[[int], World]:
         return _worlds.setdefault(size, World(size))
 
     return get
+
+
+def _has_gpu() -> bool:
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, timeout=60).returncode == 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="nvidia-smi finds no GPU on this machine"))

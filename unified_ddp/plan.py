@@ -108,7 +108,9 @@ def plan_from_json(text: str) -> BucketPlan:
         buckets = [[index[name] for name in bucket["params"]] for bucket in data["buckets"]]
         plan = BucketPlan(params, buckets, caps=[bucket["cap"] for bucket in data["buckets"]])
         written = int(data["fingerprint"], 16)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except PlanError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"this is not a bucket plan written by plan_to_json: {error!r}") from error
     if plan.fingerprint != written:
         raise PlanError(

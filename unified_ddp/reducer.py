@@ -4,11 +4,14 @@ It knows neither framework. A backend packs gradients into a bucket's storage, s
 result; the native `Readiness` counts gradients and says which bucket comes next.
 """
 
+import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from unified_ddp._core import Phase, Readiness
+from unified_ddp.errors import PlanError
 from unified_ddp.plan import BucketPlan
 
 __all__ = ["Backend", "Phase", "Reducer", "Reduction"]
@@ -25,7 +28,7 @@ class Backend(Protocol):
     """One framework's side of the reducer. Parameters and buckets are indices into the plan."""
 
     def pack_param(self, param: int) -> None:
-        """Packs an eager parameter's gradient, which is final for this backward pass."""
+        """Packs an eager parameter's gradient now: it comes once in this backward pass, or the pass fails."""
 
     def launch(self, bucket: int) -> Reduction:
         """Packs what is not packed yet and starts the bucket's reduction."""
@@ -53,7 +56,7 @@ class Reducer:
         self.plan = plan
         self._backend = backend
         self._start = start
-        self._in_flight: list[Reduction] = []
+        self._in_flight: deque[Reduction] = deque()
         self._readiness = Readiness(
             [p.name for p in plan.params],
             [list(b.params) for b in plan.buckets],
@@ -108,33 +111,46 @@ class Reducer:
         Args:
             arrival: one byte a parameter: 0 it may come, any number of times; 1 it comes exactly once; 2 it does not
                 come. None means 0 for all.
+
+        Raises:
+            ReadinessError: a backward pass is under way; `finish` or `abort` it first. One in which a hook raised
+                stays so until then, and reduces nothing more.
         """
-        self._in_flight = []
         self._readiness.begin(arrival)
 
     def finish(self) -> None:
-        """Launches what is left, waits for everything and unpacks it, in bucket order."""
+        """Launches what is left, waits for everything and unpacks it, in bucket order.
+
+        Raises:
+            ReadinessError: no backward pass was begun, or an error was met in this one before.
+        """
         try:
             self._readiness.flush()
             self._backend.all_launched()
-            for bucket, reduction in enumerate(self._in_flight):
-                self._backend.unpack(bucket, reduction.result())
+            for bucket in range(len(self._in_flight)):
+                self._backend.unpack(bucket, self._in_flight.popleft().result())
             self._readiness.end()
         except BaseException:
             self.abort()
             raise
-        finally:
-            self._in_flight = []
 
     def abort(self) -> None:
-        """Gives the current backward pass up. Reductions under way are waited for, their results dropped."""
-        in_flight, self._in_flight = self._in_flight, []
+        """Gives the current backward pass up. Reductions under way are waited for, their results and errors dropped."""
+        in_flight, self._in_flight = self._in_flight, deque()
         self._readiness.abort()
         for reduction in in_flight:
-            reduction.result()
+            with contextlib.suppress(Exception):
+                reduction.result()
 
     def rebucket(self, plan: BucketPlan) -> None:
-        """Takes another plan over the same parameters, between two backward passes."""
+        """Takes another plan over the same parameters, between two backward passes.
+
+        Raises:
+            PlanError: the plan's parameters are others, or registered in another order.
+            ReadinessError: a backward pass is under way.
+        """
+        if [p.name for p in plan.params] != [p.name for p in self.plan.params]:
+            raise PlanError("the new plan is over other parameters; plan the ones that the reducer was made with")
         self._readiness.rebucket([list(b.params) for b in plan.buckets])
         self.plan = plan
 

@@ -1,0 +1,77 @@
+# From nothing but Python 3.11+, a C++20 compiler and a package registry: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+CONSTRAINTS := constraints/dev.txt
+# Only what `import unified_ddp` needs at build time; installed first, as the build is not isolated.
+BUILD_NEEDS := scikit-build-core nanobind cmake ninja
+CXX ?= c++
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Werror
+CPP_FILES = $(wildcard csrc_shared/*.h csrc_shared/*.cc csrc_shared/tests/*.cc)
+PY_DIRS = unified_ddp adapters tests benchmarks $(wildcard examples)
+PYTEST_ARGS ?=
+# mypy wants a package in one folder: this one shows it the package as it is installed.
+TYPED := build/typed
+
+.PHONY: help setup demo test test-gpu lint format sanitize bench clean
+
+help:
+	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
+	@echo "make test      runs the tests; PYTEST_ARGS='tests/core -x' narrows them"
+	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
+	@echo "make lint      checks style and types; make format rewrites what it can"
+	@echo "make sanitize  runs the native core's tests under address and undefined-behaviour sanitizers"
+	@echo "make bench     measures the core: planning, fingerprint, cost per parameter"
+	@echo "make clean     removes .venv and everything built"
+
+setup: $(STAMP)
+
+# torch goes first and with its exact version: without a pin, a resolver may fetch gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(wildcard csrc_shared/*.h csrc_shared/*.cc)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) $(BUILD_NEEDS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/unified-ddp verify
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax.
+test-gpu:
+	@if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then \
+	  echo "test-gpu skipped: nvidia-smi finds no GPU on this machine"; \
+	else \
+	  $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index . && \
+	  $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS); \
+	fi
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(PY_DIRS)
+	$(BIN)/ruff format --check $(PY_DIRS)
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/unified_ddp
+	ln -s $(CURDIR)/unified_ddp/* $(CURDIR)/adapters/torch $(CURDIR)/adapters/jax $(TYPED)/unified_ddp
+	cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p unified_ddp
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(PY_DIRS)
+	$(BIN)/ruff format $(PY_DIRS)
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+sanitize:
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g $(WARNINGS) $(SANITIZE) -Icsrc_shared csrc_shared/tests/core_test.cc -o build/core_test
+	build/core_test
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/core.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
