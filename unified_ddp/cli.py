@@ -55,7 +55,9 @@ def verify(
     bucket_cap_mb: Annotated[float, typer.Option(help="Bucket cap in MiB.")] = VerifyConfig.bucket_cap_mb,
     learning_rate: Annotated[float, typer.Option(help="Of SGD with momentum 0.9.")] = VerifyConfig.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and shards.")] = VerifyConfig.seed,
-    timeout: Annotated[float, typer.Option(help="Seconds without progress until the run is given up.")] = VerifyConfig.timeout,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without progress until the run is given up.")
+    ] = VerifyConfig.timeout,
     inject: Annotated[Fault | None, typer.Option(help="Break something on purpose; it must be caught.")] = None,
     inject_into: Annotated[Side, typer.Option(help="The side to break.")] = VerifyConfig.inject_into,
     inject_bucket: Annotated[int, typer.Option(help="The bucket to break.")] = VerifyConfig.inject_bucket,
