@@ -13,6 +13,7 @@ from unified_ddp.verify.exchange import Exchange
 
 __all__ = ["Children"]
 
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _LOG_LINES = 15
 _GRACE_SECONDS = 2.0
 _STACK_SECONDS = 0.5
@@ -63,9 +64,13 @@ class Children:
         """Asks every child that still runs for its stack (see worker.py) and returns the end of each one's output."""
         if hasattr(signal, "SIGUSR1"):
             for child in self._children:
-                child.process.send_signal(signal.SIGUSR1)
+                child.process.send_signal(signal.SIGUSR1)  # does nothing to one that has ended
             time.sleep(_STACK_SECONDS)
-        return "\n".join(f"{child.name} (pid {child.process.pid}):\n{self._said(child)}" for child in self._children)
+        return "\n".join(
+            f"{child.name} (pid {child.process.pid}) {'has ended' if child.process.poll() is not None else 'runs'}:\n"
+            f"{self._said(child)}"
+            for child in self._children
+        )
 
     def stop(self) -> None:
         """Ends every child that still runs: asks, waits a moment, then kills. Each is waited for."""
@@ -117,5 +122,6 @@ def _torch_environment() -> dict[str, str]:
 
 
 def _jax_environment(config: VerifyConfig) -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={config.world_size}"
-    return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(int(config.dtype == "float64"))}
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
+    flags = " ".join([*kept, f"{_DEVICE_COUNT}={config.world_size}"])
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(int(config.dtype == "float64"))}

@@ -109,9 +109,8 @@ class VerifyConfig:
     def from_json(cls, text: str) -> "VerifyConfig":
         """Reads what `to_json` wrote."""
         data = json.loads(text)
-        inject = data.pop("inject")
-        kinds = {"dtype": Dtype(data.pop("dtype")), "inject_into": Side(data.pop("inject_into"))}
-        return cls(**data, **kinds, inject=None if inject is None else Fault(inject))
+        data["inject"] = data["inject"] and Fault(data["inject"])
+        return cls(**{**data, "dtype": Dtype(data["dtype"]), "inject_into": Side(data["inject_into"])})
 
 
 def _require(holds: bool, option: str, value: object, remedy: str) -> None:

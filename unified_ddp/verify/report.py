@@ -57,8 +57,8 @@ def describe(finding: Finding) -> str:
     text = f"{finding.comparison}: {where} ({', '.join(finding.params)}) differs from step {finding.step} on, {ranks}"
     if finding.comparison == CROSS:
         return (
-            f"{text}; each side agrees with its own oracle, so its reduction is right. From step 0 on, the two models differ; "
-            "later, optimizers or buffers differ, or rounding has grown: --dtype float64 tells which"
+            f"{text}; each side agrees with its own oracle, so its reduction is right. If from step 0 on, the models "
+            "differ; if later, optimizers or buffers do, or rounding has grown: --dtype float64 tells which"
         )
     return f"{text}: {finding.reason}" if finding.reason else text
 
