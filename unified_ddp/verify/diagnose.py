@@ -1,6 +1,6 @@
 """What a wrong reduction looks like: tries the known ways to go wrong on the numbers themselves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,46 +29,39 @@ def explain(evidence: StepEvidence, params: Sequence[str], k: float) -> str:
     """Returns in words which known fault gives exactly these reduced gradients, for all of `params` on all ranks."""
     if any(not np.isfinite(rank[name]).all() for rank in (*evidence.reduced, *evidence.local) for name in params):
         return "there are NaN or infinite gradients, so nothing can be said about their reduction"
-    for reason, predict in _hypotheses(evidence):
-        if all(
-            _agrees(evidence.reduced[rank][name], predict(rank, name), k)
-            for rank in _ranks(evidence)
-            for name in params
-        ):
+    for reason, predicted in _hypotheses(evidence, params):
+        by_rank = zip(evidence.reduced, predicted, strict=True)
+        if all(_agrees(actual[name], guess[name], k) for actual, guess in by_rank for name in params):
             return reason
     return "this is none of the known faults"
 
 
-def _ranks(evidence: StepEvidence) -> range:
-    return range(len(evidence.reduced))
-
-
-def _hypotheses(evidence: StepEvidence) -> list[tuple[str, Callable[[int, str], np.ndarray]]]:
-    size = len(evidence.local)
-
-    def local(rank: int, name: str) -> np.ndarray:
-        return evidence.local[rank][name].astype(np.float64)
-
-    def mean(name: str, replaced: int, by: Callable[[int, str], np.ndarray]) -> np.ndarray:
-        return sum((by if rank == replaced else local)(rank, name) for rank in range(size)) / np.float64(size)
-
-    def stale(rank: int, name: str) -> np.ndarray:
-        return evidence.previous[rank][name].astype(np.float64)
-
-    def nothing(rank: int, name: str) -> np.ndarray:
-        return np.zeros(evidence.local[rank][name].shape)
-
-    found: list[tuple[str, Callable[[int, str], np.ndarray]]] = [
-        ("every rank holds its own local gradients: they were not reduced", local),
-        (f"this is the sum over ranks, {size} times the mean", lambda _, name: size * mean(name, -1, local)),
-    ]
+def _hypotheses(evidence: StepEvidence, params: Sequence[str]) -> Iterator[tuple[str, list[Arrays]]]:
+    """Gives each known fault in words, and the gradients by rank to which it would lead."""
+    local = [_wide(rank, params) for rank in evidence.local]
+    size = len(local)
+    total = _sum(local)
+    yield "every rank holds its own local gradients: they were not reduced", local
+    yield f"this is the sum over ranks, {size} times the mean", [total] * size
     for rank in range(size):
+        others = [local[other] for other in range(size) if other != rank]
         if evidence.previous:
-            found.append(
-                (f"rank {rank} contributed its gradients of the step before", lambda _, n, r=rank: mean(n, r, stale))
-            )
-        found.append((f"rank {rank} contributed nothing (zeros)", lambda _, n, r=rank: mean(n, r, nothing)))
-    return found
+            stale = _scaled(_sum([*others, _wide(evidence.previous[rank], params)]), 1 / size)
+            yield f"rank {rank} contributed its gradients of the step before", [stale] * size
+        zeros = {name: np.zeros_like(array) for name, array in local[rank].items()}
+        yield f"rank {rank} contributed nothing (zeros)", [_scaled(_sum([*others, zeros]), 1 / size)] * size
+
+
+def _wide(arrays: Arrays, params: Sequence[str]) -> Arrays:
+    return {name: arrays[name].astype(np.float64) for name in params}
+
+
+def _sum(ranks: Sequence[Arrays]) -> Arrays:
+    return {name: np.sum([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
+
+
+def _scaled(arrays: Arrays, factor: float) -> Arrays:
+    return {name: array * factor for name, array in arrays.items()}
 
 
 def _agrees(actual: np.ndarray, predicted: np.ndarray, k: float) -> bool:

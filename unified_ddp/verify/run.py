@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,9 +72,7 @@ class _Run:
         self.progress("planning", 0)
         plans = {}
         for side, rank in self.ranks:
-            plans[side, rank] = self._wait(
-                side, rank, "its bucket plan", lambda s=side, r=rank: self.exchange.plan(s, r)
-            )
+            plans[side, rank] = self._wait(side, rank, "its bucket plan", partial(self.exchange.plan, side, rank))
             self._require_bucket(plans[side, rank])
         return plans
 
@@ -89,9 +88,8 @@ class _Run:
         records: dict[Side, list[StepRecord]] = {side: [] for side in Side}
         for side, rank in self.ranks:
             what = f"step {step} of {self.config.steps}"
-            records[side].append(
-                self._wait(side, rank, what, lambda s=side, r=rank: self.exchange.take_step(s, r, step))
-            )
+            take = partial(self.exchange.take_step, side, rank, step)
+            records[side].append(self._wait(side, rank, what, take))
         return records
 
     def _wait(self, side: Side, rank: int, what: str, take: Callable[[], T | None]) -> T:

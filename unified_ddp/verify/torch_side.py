@@ -90,17 +90,18 @@ class _Trainer:
         """Momentum SGD as on the JAX side; torch.optim would load torch's compiler, two seconds a rank."""
         with torch.no_grad():
             for param, momentum in zip(self.model.parameters(), self.momentum, strict=True):
+                assert param.grad is not None  # _gradients has seen to it
                 momentum.mul_(SGD_MOMENTUM).add_(param.grad)
                 param.sub_(momentum, alpha=self.config.learning_rate)
 
     def _align_plain(self) -> None:
         """Gives the plain copy this rank's weights and rank 0's buffers, by means that are not those under test."""
         with torch.no_grad():
-            for plain, param in zip(self.plain.parameters(), self.model.parameters(), strict=True):
-                plain.copy_(param)
-            for plain, buffer in zip(self.plain.buffers(), self.model.buffers(), strict=True):
-                plain.copy_(buffer)
-                dist.broadcast(plain, 0)
+            for copied, param in zip(self.plain.parameters(), self.model.parameters(), strict=True):
+                copied.copy_(param)
+            for kept, buffer in zip(self.plain.buffers(), self.model.buffers(), strict=True):
+                kept.copy_(buffer)
+                dist.broadcast(kept, 0)
 
     def _backward(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
         loss = functional.cross_entropy(model(images), labels)

@@ -77,7 +77,7 @@ def oracle(records: Sequence[StepRecord]) -> dict[str, np.ndarray]:
     """Returns the mean over ranks of their local gradients, in float64 (float64 gradients: in long double, rounded)."""
     names = records[0].local
     return {
-        name: np.mean([r.local[name] for r in records], axis=0, dtype=np.longdouble).astype(np.float64)
+        name: np.asarray(np.mean([r.local[name] for r in records], axis=0, dtype=np.longdouble), np.float64)
         for name in names
     }
 
