@@ -1,14 +1,15 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from unified_ddp.plan import BucketPlan
+from unified_ddp.plan import BucketPlan, BucketSpec
 from unified_ddp.reducer import Reduction
 from unified_ddp.torch.grad_bucket import GradBucket
-from unified_ddp.torch.hooks import CommHook, WorkReduction
+from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
+from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
 from unified_ddp.torch.sparse import SparseBucketStorage
 from unified_ddp.torch.storage import BucketStorage
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -27,9 +28,18 @@ class TorchBackend:
         params: the plan's parameters.
         transport: sums over ranks.
         as_views: gradient_as_bucket_view.
+        skip_unused: leave out buckets that no rank used.
+        mixed: casts for the reduction, if mixed precision is asked for.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], transport: ProcessGroupTransport, as_views: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        transport: ProcessGroupTransport,
+        as_views: bool,
+        skip_unused: bool = False,
+        mixed: MixedPrecision | None = None,
+    ) -> None:
         self.params = list(params)
         self.transport = transport
         self.as_views = as_views
@@ -37,9 +47,16 @@ class TorchBackend:
         self.divisor = transport.world_size
         self.storages: list[BucketStorage | SparseBucketStorage] = []
         self._place: list[tuple[int, int]] = []
-        self._usage: tuple[torch.Tensor, dist.Work] | None = None
-        self.used: list[bool] | None = None
-        self.used_by_ranks: list[int] | None = None
+        self.skip_unused = skip_unused
+        self.mixed = mixed
+        self.launched = 0
+        self.on_first_launch: Callable[[], None] = lambda: None
+        self.known_usage: list[int] | None = None
+        self._last_counts: torch.Tensor | None = None
+        self._host_counts: list[int] | None = None
+        self._used: list[bool] | None = None
+        self._counts: tuple[torch.Tensor, dist.Work] | None = None
+        self._join_work: dist.Work | None = None
 
     def adopt(self, plan: BucketPlan) -> None:
         """Allocates storage for the plan's buckets, and lets the old one go."""
@@ -49,18 +66,55 @@ class TorchBackend:
             params = [self.params[i] for i in spec.params]
             for position, param in enumerate(spec.params):
                 self._place[param] = (index, position)
-            self.storages.append(
-                SparseBucketStorage(spec, params[0]) if spec.sparse else BucketStorage(spec, params, self.as_views)
-            )
+            self.storages.append(self._storage(spec, params))
+
+    def _storage(self, spec: BucketSpec, params: list[torch.Tensor]) -> BucketStorage | SparseBucketStorage:
+        if spec.sparse:
+            return SparseBucketStorage(spec, params[0])
+        if self.mixed is not None:
+            return MixedBucketStorage(spec, params, self.mixed)
+        return BucketStorage(spec, params, self.as_views)
 
     @property
     def scale(self) -> float:
         """Factor on each gradient before summing; a comm hook divides by itself."""
         return 1.0 if self.comm_hook else 1.0 / self.divisor
 
+    def start_step(self) -> None:
+        """Starts a synchronising backward pass."""
+        self.launched = 0
+        self._used = self._counts = self._host_counts = None
+        if self._join_work is not None:
+            # Ranks that have not joined sum ones; the result is ready before the first gradient is packed.
+            self._join_work.wait()
+            self.divisor = int(self._join_work.result()[0].item())
+            self._join_work = None
+
+    def set_join_work(self, work: dist.Work | None) -> None:
+        """Takes the sum, under way, that says how many ranks have inputs; None divides by all ranks."""
+        self._join_work = work
+        if work is None:
+            self.divisor = self.transport.world_size
+
     def report_usage(self, used: list[bool]) -> None:
-        """Gives, before a backward pass is finished, which parameters this rank used; asks all ranks for theirs."""
-        self.used = used
+        """Gives, before a backward pass is finished, which parameters this rank used; all ranks then tell theirs."""
+        self._used = used
+
+    def ask_usage(self, used: list[bool]) -> None:
+        """Starts the exchange now."""
+        self._used = used
+        mine = torch.tensor(used, dtype=torch.int32, device=self.transport.device)
+        self._counts = (mine, self.transport.all_reduce(mine))
+
+    def has_gradient(self, param: int) -> bool:
+        """Says whether this rank has a gradient for the parameter."""
+        bucket, position = self._place[param]
+        return self.storages[bucket].gradient(position) is not None
+
+    def enter_context(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Until the end of this backward pass, reduces these gradients in place, not `.grad`."""
+        for storage in self.storages:
+            storage.context = gradients
 
     def pack_param(self, param: int) -> None:
         """Packs one gradient now."""
@@ -70,44 +124,84 @@ class TorchBackend:
     def launch(self, bucket: int) -> Reduction:
         """Packs the rest of the bucket and starts its reduction."""
         storage = self.storages[bucket]
+        if self.skip_unused and self._is_skipped(storage):
+            return NoReduction(storage.flat)
         storage.pack_rest(self.scale)
+        return self._reduce(GradBucket(bucket, bucket == len(self.storages) - 1, storage))
+
+    def launch_zeros(self, bucket: int) -> Reduction:
+        """Takes part in the bucket's reduction with zeros, leaving the gradients alone."""
+        if self.skip_unused and self._is_skipped(self.storages[bucket], here=False):
+            return NoReduction(self.storages[bucket].flat)
+        return self._reduce(self.zero_bucket(bucket))
+
+    def zero_bucket(self, bucket: int) -> GradBucket:
+        """Returns the bucket with zeros in the place of gradients."""
+        grad_bucket = GradBucket(bucket, bucket == len(self.storages) - 1, self.storages[bucket])
+        grad_bucket.set_buffer(torch.zeros_like(self.storages[bucket].flat))
+        return grad_bucket
+
+    def _reduce(self, bucket: GradBucket) -> Reduction:
+        if self.launched == 0:
+            self.on_first_launch()
+        self.launched += 1
         if self.comm_hook is not None:
-            return self.comm_hook(GradBucket(bucket, bucket == len(self.storages) - 1, storage))
-        return WorkReduction(self.transport.all_reduce(storage.flat), storage.flat)
+            return self.comm_hook(bucket)
+        return WorkReduction(self.transport.all_reduce(bucket.buffer()), bucket.buffer())
+
+    def _is_skipped(self, storage: BucketStorage | SparseBucketStorage, here: bool = True) -> bool:
+        # A bucket with a gradient expected here is launched at once; the others wait for the end of the backward
+        # pass, when the ranks' answers are in.
+        assert self._used is not None
+        if here and any(self._used[i] for i in storage.spec.params):
+            return False
+        counts = self.usage()
+        return not any(counts[i] for i in storage.spec.params)
 
     def all_launched(self) -> None:
-        """Starts asking all ranks which parameters they used, if `report_usage` was called."""
-        self.used_by_ranks = None
-        if self.used is not None:
-            mine = torch.tensor(self.used, dtype=torch.int32, device=self.transport.device)
-            self._usage = (mine, self.transport.all_reduce(mine))
+        """Starts the exchange of used parameters, if `report_usage` was called."""
+        if self._used is not None and self._counts is None:
+            self.ask_usage(self._used)
 
     def unpack(self, bucket: int, reduced: torch.Tensor) -> None:
         """Makes `reduced` the gradients of the bucket, save of parameters that no rank used."""
         storage = self.storages[bucket]
-        storage.unpack(reduced, self._unused_everywhere(storage.spec.params) if self.used is not None else ())
+        storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
 
-    def finished(self) -> None:
-        """Ends a backward pass."""
-        if self._usage is not None:
-            self._usage[1].wait()
-        self._usage = None
-        self.used = None
+    def finished(self, need_counts: bool = False) -> list[int] | None:
+        """Ends a backward pass. Returns on how many ranks each parameter was used, if that was asked and is needed."""
+        counts = self.usage() if need_counts and self._counts is not None else None
+        if self._counts is not None:
+            self._counts[1].wait()
+            self._last_counts = self._counts[0]
+        self._used = self._counts = self._host_counts = None
+        for storage in self.storages:
+            storage.context = None
+        return counts
+
+    @property
+    def last_counts(self) -> torch.Tensor | None:
+        """On how many ranks each parameter was used in the last backward pass that asked; int32, on the device."""
+        return self._last_counts
 
     def _unused_everywhere(self, params: Sequence[int]) -> set[int]:
-        """Returns positions in the bucket; talks to the device only if this rank left some parameter unused."""
-        assert self.used is not None
-        here = [(position, param) for position, param in enumerate(params) if not self.used[param]]
-        if not here:
-            return set()
-        counts = self.usage()
-        return {position for position, param in here if counts[param] == 0}
+        """Returns positions in the bucket; waits for the other ranks only if this one left some parameter unused."""
+        if self._used is not None:
+            here = [(position, param) for position, param in enumerate(params) if not self._used[param]]
+            if not here:
+                return set()
+            counts = self.usage()
+            return {position for position, param in here if counts[param] == 0}
+        if self.known_usage is not None:
+            # a static graph; a parameter that has a gradient all the same is not left out
+            unused = [(position, param) for position, param in enumerate(params) if self.known_usage[param] == 0]
+            return {position for position, param in unused if self.params[param].grad is None}
+        return set()
 
     def usage(self) -> list[int]:
-        """Returns, once all buckets are launched, on how many ranks each parameter was used."""
-        if self.used_by_ranks is None:
-            assert self._usage is not None
-            counts, work = self._usage
-            work.wait()
-            self.used_by_ranks = counts.tolist()
-        return self.used_by_ranks
+        """Returns, once the exchange was started, on how many ranks each parameter was used."""
+        if self._host_counts is None:
+            assert self._counts is not None
+            self._counts[1].wait()
+            self._host_counts = self._counts[0].tolist()
+        return self._host_counts

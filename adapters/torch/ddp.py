@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,14 +18,18 @@ from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.construction import check_construction, describe
 from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
-from unified_ddp.torch.hooks import CommHook, check_comm_hook
+from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
+from unified_ddp.torch.join import DDPJoinHook
+from unified_ddp.torch.logging_data import DDPLogger, module_facts
+from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(DDPMembers, TorchDDP):
     """Data parallelism over the ranks of a process group: gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel` (torch 2.13), whose arguments it takes in the same order
@@ -89,14 +93,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        opts.refuse_unsupported(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
-        )
         caps = opts.BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
-        self.logger = None
+        delayed = opts.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group, mesh = opts.resolve_group(module, process_group, device_mesh)
         if mesh is not None:
             self.device_mesh = mesh
@@ -122,10 +120,16 @@ class DistributedDataParallel(TorchDDP):
         self.use_side_stream_for_tensor_copies = opts.use_side_stream()
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self._caps = caps
+        self._delayed_names = frozenset(delayed)
+        self._delay_all_reduce_params = list(delayed.values())
         self.bucket_bytes_cap = caps.largest
         self.bucket_bytes_cap_list = list(caps.per_bucket)
         self.bucket_bytes_cap_default = caps.is_default
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._lazy_init_ran = False
+        self._has_rebuilt_buckets = False
+        self._ddp_sink_clone = True
+        self._divide_by_initial_world_size = True
         self._assign_modules_buffers()
         if init_sync:
             self._init_sync(init_sync_buffers)
@@ -155,8 +159,9 @@ class DistributedDataParallel(TorchDDP):
     def _make_reducer(self) -> None:
         """Builds the reducer of the module as it is now; construction, unpickling and deepcopy end here."""
         self._passing_sync_batchnorm_handle(self.module)
+        self._mixed = self._make_mixed_precision()
         self.reducer = GradientReducer(
-            reduced_parameters(self.module, self.parameters_to_ignore),
+            self._reduced_parameters(),
             self._transport(),
             ReducerOptions(
                 initial_caps=self._caps.initial(self.static_graph, self.find_unused_parameters),
@@ -164,10 +169,36 @@ class DistributedDataParallel(TorchDDP):
                 find_unused=self.find_unused_parameters,
                 as_views=self.gradient_as_bucket_view,
                 static_graph=self.static_graph,
+                bucket_cap_bytes=self.bucket_bytes_cap,
+                skip_unused=self.skip_all_reduce_unused_params,
+                delayed=self._delayed_names,
             ),
+            self._mixed,
+        )
+        self.logger = DDPLogger(self.reducer)
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            device_ids=self.device_ids or [],
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=self.forward_sync_buffers,
+            static_graph=self.static_graph,
+            **module_facts(self.module),
         )
         for hook, state in self._comm_hooks:
-            self.reducer.register_comm_hook(CommHook(hook, state))
+            self._use_hook(CommHook(hook, state))
+
+    def _make_mixed_precision(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        buffers = [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+        return MixedPrecision(self.mixed_precision, self._module_parameters, buffers)
+
+    def _reduced_parameters(self) -> dict[str, tuple[nn.Parameter, bool]]:
+        return reduced_parameters(self.module, self.parameters_to_ignore)
+
+    def _use_hook(self, hook: CommHook) -> None:
+        self.reducer.register_comm_hook(hook)
+        self.logger._set_comm_hook_name(hook_name(hook.hook))
 
     @property
     def plan(self) -> BucketPlan:
@@ -176,6 +207,8 @@ class DistributedDataParallel(TorchDDP):
 
     # --- forward
 
+    # Dynamo leaves this frame alone and compiles the module's; what surrounds it is none of its business.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward pass through what it returns reduces the gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -184,25 +217,44 @@ class DistributedDataParallel(TorchDDP):
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
+    @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if torch.is_grad_enabled():
-            if self.require_backward_grad_sync:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        grads = torch.is_grad_enabled()
+        with self.reducer.errors_logged():
+            if grads and self.require_backward_grad_sync:
+                self.logger.set_runtime_stats_and_log()
                 self.reducer.prepare_for_forward()
-            self.reducer.rebuild_buckets()
+            work = Join.notify_join_context(self)
+            if work:
+                self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+            if grads and self.reducer.rebuild_buckets():
+                self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            return moved_inputs[0], moved_kwargs[0]
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        if self._mixed is not None:
+            self._mixed.lower()
+            inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
         return inputs, kwargs
 
+    @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             self.reducer.prepare_for_backward(_find_tensors(output))
         else:
             self.require_forward_param_sync = False
-            self.reducer.disarm()
+            self.reducer.disarm(_find_tensors(output))
+        if self._mixed is not None and not torch.is_grad_enabled():
+            self._mixed.restore()
         return output
 
     @contextmanager
@@ -218,6 +270,14 @@ class DistributedDataParallel(TorchDDP):
         finally:
             self.require_backward_grad_sync = before
 
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Returns the hook with which this module takes part in a `Join` context.
+
+        Args:
+            kwargs: `divide_by_initial_world_size` (True): divide gradients by all ranks, also by those without inputs.
+        """
+        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
     # --- comm hooks
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
@@ -232,8 +292,9 @@ class DistributedDataParallel(TorchDDP):
             TypeError, ValueError: it cannot be a comm hook.
             RuntimeError: one is registered already, or a backward pass is under way.
         """
-        check_comm_hook(hook)
-        self.reducer.register_comm_hook(CommHook(hook, state))
+        with self.reducer.errors_logged():
+            check_comm_hook(hook)
+            self._use_hook(CommHook(hook, state))
         self._comm_hooks.append((hook, state))
 
     # --- pickling and deepcopy
@@ -241,15 +302,19 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger"):
+        for name in ("process_group", "reducer", "logger", "_mixed"):
             del attrs[name]
         return attrs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = _get_default_group()
         nn.Module.__setstate__(self, state)
-        self.logger = None
+        # the optimizers to step in the backward pass belong to the copy's parameters
+        self._lazy_init_ran = False
+        self._has_rebuilt_buckets = False
         self._make_reducer()
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        if "logger" in self.__dict__:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)

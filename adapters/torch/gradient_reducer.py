@@ -5,6 +5,7 @@ parameter is reached without passing an output, with its gradient), and ends whe
 pass. In between buckets are launched as they fill.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ import torch
 from torch import nn
 
 from unified_ddp.errors import ReductionError
-from unified_ddp.plan import BucketPlan, plan_buckets, plan_in_ready_order
+from unified_ddp.plan import BucketPlan
 from unified_ddp.reducer import Phase, Reducer
-from unified_ddp.torch import _engine
+from unified_ddp.torch import _engine, distributed_autograd, timing
 from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
+from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.planning import initial_plan, rebuilt_plan
+from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
-from unified_ddp.torch.unused import Coverage, require_covered
+from unified_ddp.torch.usage import Usage
 
 __all__ = ["GradientReducer", "ReducerOptions"]
 
@@ -32,18 +36,22 @@ class ReducerOptions:
 
     initial_caps: tuple[int, ...]
     rebuilt_caps: tuple[int, ...]
+    bucket_cap_bytes: int
     find_unused: bool
     as_views: bool
     static_graph: bool
+    skip_unused: bool = False
+    delayed: frozenset[str] = frozenset()
 
 
-class GradientReducer:
+class GradientReducer(ReducerMembers):
     """Reduces the gradients of `params` at the end of each synchronising backward pass.
 
     Args:
         params: by name, in registration order, each with whether its gradient is sparse.
         transport: the ranks.
         options: see there.
+        mixed: lowers and restores the parameters, if mixed precision is asked for.
     """
 
     def __init__(
@@ -51,25 +59,32 @@ class GradientReducer:
         params: Mapping[str, tuple[nn.Parameter, bool]],
         transport: ProcessGroupTransport,
         options: ReducerOptions,
+        mixed: MixedPrecision | None = None,
     ) -> None:
         self.names = list(params)
         self.params = [p for p, _ in params.values()]
         self.transport = transport
         self.options = options
-        self.static_graph = options.static_graph
+        self.mixed = mixed
         self.rebuilt = False
+        self.timer = timing.StepTimer(transport.device)
         self._specs = [param_spec(name, p, sparse=sparse) for name, (p, sparse) in params.items()]
-        # Registration order, then reversed: the buckets of the first iteration, before any order was observed.
-        plan = plan_buckets(self._specs, list(options.initial_caps), reverse=True)
-        self.backend = TorchBackend(self.params, transport, options.as_views)
+        self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
+        self.usage = Usage(self.names, self._delayed, find_unused=options.find_unused, static=options.static_graph)
+        plan = initial_plan(self._specs, options.initial_caps, self._delayed)
+        self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused, mixed)
+        self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
         self.core = Reducer(plan, self.backend, self._start_at_parameter, eager)
-        self._coverage = Coverage(len(self.params))
+        self.last_order: tuple[int, ...] = ()
+        self.buckets_reduced = 0
         self._observed: list[int] | None = None
-        self._used_in_static: set[int] | None = None
         self._ends: weakref.ref[_End] | None = None
         self._rearm = False
+        self._node_handles: list[Any] = []
+        self._context: int | None = None
+        self._post_backward: list[torch.futures.Future] = []
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
         handles = [p.register_post_accumulate_grad_hook(self.core.hook(i)) for i, p in enumerate(self.params)]
@@ -108,35 +123,30 @@ class GradientReducer:
         """
         if self._left_by_exception():
             self._give_up()
-        self.require_finished()
-        if self.static_graph and self._used_in_static is None and self._coverage.backward_passes:
-            self._used_in_static = self._coverage.expected = set(self._coverage.covered)
-        self._coverage.next_iteration()
-
-    def require_finished(self) -> None:
-        """Raises UnusedParameterError if the iteration so far left an expected parameter without a gradient."""
-        if self.options.find_unused and not self.static_graph:
-            return
-        if self.static_graph and self._used_in_static is None:
-            return
-        require_covered(self._coverage, self.names, self.transport.rank, static=self.static_graph)
+        self.usage.next_iteration(self.transport.rank)
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Arms: the next backward pass through `outputs` is a synchronising one."""
+        if not self._node_handles and distributed_autograd.is_in_use():
+            self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
+            weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
         self._rearm = False
         _engine.at_backward_start(outputs, _weakly(self._start_at_output))
 
-    def disarm(self) -> None:
+    def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward under no_sync: gradients stay local until the next synchronising backward pass."""
         self.core.arm(False)
+        if self.mixed is not None:
+            mixed = self.mixed
+            _engine.at_backward_start(outputs, lambda _grad: _engine.at_backward_end(mixed.restore))
 
     def rebuild_buckets(self) -> bool:
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
-        if self.rebuilt or self._observed is None or (self.options.find_unused and not self.static_graph):
+        if self.rebuilt or self._observed is None or self.usage.varies:
             return False
         order = self.transport.broadcast_ints(self._observed)
-        plan = plan_in_ready_order(self._specs, self.options.rebuilt_caps, order)
+        plan = rebuilt_plan(self._specs, self.options.rebuilt_caps, order, self._delayed)
         self.core.rebucket(plan)
         self.backend.adopt(plan)
         self.rebuilt = True
@@ -153,49 +163,93 @@ class GradientReducer:
         self._rearm = True
         self._start()
 
+    def _node_ran(self, param: int) -> None:
+        # in an ordinary backward pass the parameter's own hook has been here before
+        if not (self.core.phase is Phase.ACTIVE and self.core.seen(param)) and self.core.phase is not Phase.IDLE:
+            self._context = distributed_autograd.current_context()
+            self.core.mark(param)
+
     def _start(self) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self._left_by_exception():
                 return
             self._give_up()
+        self.timer.mark(timing.BACKWARD_START)
         end = _End(self)
         self._ends = weakref.ref(end)
         _engine.at_backward_end(end)
-        self.core.begin(self._arrival())
+        self.backend.start_step()
+        arrival = self._arrivals()
+        if self.options.skip_unused:
+            expected = arrival if arrival is not None else bytes([1]) * len(self.params)
+            self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
+        self.core.begin(self._without_delayed(arrival))
 
-    def _arrival(self) -> bytes | None:
-        known = _engine.arrivals(self._nodes)
-        if self._used_in_static is None:
-            return known
-        arrival = bytearray(known or bytes(len(self.params)))
-        for i in range(len(arrival)):
-            if i not in self._used_in_static:
-                arrival[i] = 2
-        return bytes(arrival)
+    def _arrivals(self) -> bytes | None:
+        if self.mixed is not None:  # a parameter in another dtype has another node
+            return _engine.arrivals([_engine.accumulate_grad_node(p) for p in self.params])
+        if not self.usage.varies:
+            return _engine.arrivals(self._nodes)
+        with torch.autograd.profiler.record_function("unified_ddp::search_unused_parameters"):
+            return _engine.arrivals(self._nodes)
+
+    def _without_delayed(self, arrival: bytes | None) -> bytes | None:
+        if not self._delayed or arrival is None:
+            return arrival
+        return bytes(0 if i in self._delayed else a for i, a in enumerate(arrival))
 
     def finish(self) -> None:
         """Ends the synchronising backward pass; autograd calls it."""
-        if self.core.phase is not Phase.ACTIVE:
-            return
+        if self.core.phase is Phase.ACTIVE:
+            with self.errors_logged():
+                self._finish()
+
+    def _finish(self) -> None:
+        self.timer.mark(timing.BACKWARD_END)
         if not self.core.seen_count and not self.options.find_unused:
             self.core.abort()  # torch.autograd.grad through an output: it leaves every .grad alone
             return
-        order = self.core.ready_order
-        if self._reports_usage:
-            self.backend.report_usage([self.core.touched(i) for i in range(len(self.params))])
+        self.last_order = self.core.ready_order
+        if self._context is not None:
+            self.backend.enter_context(distributed_autograd.context_gradients(self._context))
+            self._context = None
+        if self.usage.is_asked and not self.options.skip_unused:
+            # an undefined gradient reaches a parameter, too, and leaves it without one
+            used = [self.core.touched(i) and self.backend.has_gradient(i) for i in range(len(self.params))]
+            self.backend.report_usage(used)
+        self.backend.known_usage = self.usage.known
         self.core.finish()
-        self.backend.finished()
-        self.core.arm(self._rearm)
-        self._coverage.add(order)
-        if self._observed is None:
-            seen = set(order)
-            self._observed = [*order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
+        self._after_reduction()
 
-    @property
-    def _reports_usage(self) -> bool:
-        if self.static_graph:
-            return self._used_in_static is None or len(self._used_in_static) < len(self.params)
-        return self.options.find_unused
+    def _after_reduction(self, shadow: bool = False) -> None:
+        self.timer.mark(timing.COMM_END)
+        if self.mixed is not None:
+            self.mixed.restore()
+        for future in self._post_backward:
+            future.wait()
+        self._post_backward = []
+        self.buckets_reduced = self.backend.launched
+        counts = self.backend.finished(self.usage.needs_counts)
+        self.core.arm(self._rearm)
+        if self._observed is None:
+            seen = set(self.last_order)
+            self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
+        self.usage.add(self.last_order, counts, shadow)
+
+    def shadow_backward(self) -> None:
+        """Takes part in the ranks' reductions with zeros: this rank has no more inputs (see `join`)."""
+        self.backend.start_step()
+        self.last_order = ()
+        nobody = [False] * len(self.params)
+        if self.options.skip_unused:
+            self.backend.ask_usage(nobody)
+        pending = [self.backend.launch_zeros(bucket) for bucket in range(len(self.plan.buckets))]
+        if self.usage.is_asked and not self.options.skip_unused:
+            self.backend.report_usage(nobody)
+        self.backend.all_launched()
+        for reduction in pending:
+            reduction.result()
+        self._after_reduction(shadow=True)
 
     # --- a backward pass that an exception ended
 

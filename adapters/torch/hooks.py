@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
 from unified_ddp.torch.grad_bucket import GradBucket
 
-__all__ = ["CommHook", "FutureReduction", "WorkReduction", "check_comm_hook", "hook_name"]
+__all__ = ["CommHook", "FutureReduction", "NoReduction", "WorkReduction", "builtin_hook", "check_comm_hook", "hook_name"]
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -47,6 +49,17 @@ class WorkReduction:
 
 
 @dataclass(frozen=True)
+class NoReduction:
+    """A bucket that is left out."""
+
+    storage: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """Returns the storage."""
+        return self.storage
+
+
+@dataclass(frozen=True)
 class FutureReduction:
     """What a comm hook returned."""
 
@@ -62,6 +75,15 @@ class FutureReduction:
                 f"a comm hook's future holds {type(value).__name__}; it must hold one tensor shaped as bucket.buffer()"
             )
         return value
+
+
+def builtin_hook(kind: dist.BuiltinCommHookType, group: dist.ProcessGroup) -> CommHook:
+    """Returns the hook for one of torch's built-in kinds."""
+    hooks = {
+        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    return CommHook(hooks[kind], group)
 
 
 def hook_name(hook: Any) -> str:

@@ -19,7 +19,7 @@ __all__ = [
     "BucketCaps",
     "Placement",
     "check_parameters",
-    "refuse_unsupported",
+    "check_delayed",
     "resolve_buffer_sync",
     "resolve_group",
     "use_side_stream",
@@ -27,13 +27,26 @@ __all__ = [
 ]
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raises NotImplementedError naming the first argument given that is not acted on."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"DistributedDataParallel does not act on {name} yet; leave it out (got {value!r})"
-            )
+def check_delayed(
+    module: nn.Module, delayed: Sequence[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
+) -> dict[str, nn.Parameter]:
+    """Returns the delayed parameters by name.
+
+    Raises:
+        ValueError: only one of the two arguments was given, or a parameter is not the module's.
+    """
+    if (delayed is not None) != (trigger is not None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    found = dict(delayed or ())
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in found.items():
+        if known.get(name) is not param:
+            raise ValueError(f"delay_all_reduce_named_params names {name!r}, which is no parameter of the module")
+    if trigger is not None and not any(trigger is p for p in known.values()):
+        raise ValueError("param_to_hook_all_reduce is no parameter of the module")
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Uneven inputs: what a rank does that has none left while others go on."""
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from unified_ddp.torch.ddp import DistributedDataParallel
+
+__all__ = ["DDPJoinHook"]
+
+
+class DDPJoinHook(JoinHook):
+    """Mirrors the collectives of one iteration of the ranks that still have inputs.
+
+    Args:
+        ddp: the wrapper.
+        divide_by_initial_world_size: divide gradients by all ranks; else by those that still have inputs.
+    """
+
+    def __init__(self, ddp: "DistributedDataParallel", divide_by_initial_world_size: bool) -> None:
+        super().__init__()
+        ddp.logger._set_uneven_input_join()
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadows one forward and backward pass, collective by collective."""
+        ddp = self.ddp
+        reducer = ddp.reducer
+        reducer.usage.next_iteration(reducer.transport.rank)
+        reducer.rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = syncs
+        if syncs:
+            reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes the model of the rank that joined last."""
+        self.ddp._sync_final_model(is_last_joiner)
