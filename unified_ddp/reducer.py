@@ -85,6 +85,10 @@ class Reducer:
         """Returns the native callable to call when the parameter's gradient has been accumulated."""
         return self._readiness.hook(param)
 
+    def mark(self, param: int) -> None:
+        """Says that the parameter's gradient has been accumulated; what a hook does."""
+        self._readiness.mark(param)
+
     @property
     def seen_count(self) -> int:
         """Number of parameters that got a gradient in the current or last synchronising backward pass."""

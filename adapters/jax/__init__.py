@@ -1,1 +1,15 @@
-"""The JAX adapter."""
+"""DistributedDataParallel for JAX: gradients of any pytree, averaged over a mapped axis bucket by bucket."""
+
+try:
+    import jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in {"jax", "jaxlib"}:
+        raise
+    raise ImportError("unified_ddp.jax needs JAX; install it with: pip install unified_ddp[jax]") from error
+
+from unified_ddp.jax.ddp import DistributedDataParallel as DistributedDataParallel
+from unified_ddp.jax.hooks import CommHook as CommHook
+from unified_ddp.jax.hooks import JaxBucket as JaxBucket
+from unified_ddp.jax.schema import param_specs as param_specs
+
+__all__ = ["CommHook", "DistributedDataParallel", "JaxBucket", "param_specs"]

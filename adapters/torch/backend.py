@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from unified_ddp.plan import BucketPlan
+from unified_ddp.plan import BucketPlan, BucketSpec
 from unified_ddp.reducer import Reduction
 from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
+from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
 from unified_ddp.torch.sparse import SparseBucketStorage
 from unified_ddp.torch.storage import BucketStorage
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -28,6 +29,7 @@ class TorchBackend:
         transport: sums over ranks.
         as_views: gradient_as_bucket_view.
         skip_unused: leave out buckets that no rank used.
+        mixed: casts for the reduction, if mixed precision is asked for.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class TorchBackend:
         transport: ProcessGroupTransport,
         as_views: bool,
         skip_unused: bool = False,
+        mixed: MixedPrecision | None = None,
     ) -> None:
         self.params = list(params)
         self.transport = transport
@@ -45,6 +48,7 @@ class TorchBackend:
         self.storages: list[BucketStorage | SparseBucketStorage] = []
         self._place: list[tuple[int, int]] = []
         self.skip_unused = skip_unused
+        self.mixed = mixed
         self.launched = 0
         self.on_first_launch: Callable[[], None] = lambda: None
         self.known_usage: list[int] | None = None
@@ -62,9 +66,14 @@ class TorchBackend:
             params = [self.params[i] for i in spec.params]
             for position, param in enumerate(spec.params):
                 self._place[param] = (index, position)
-            self.storages.append(
-                SparseBucketStorage(spec, params[0]) if spec.sparse else BucketStorage(spec, params, self.as_views)
-            )
+            self.storages.append(self._storage(spec, params))
+
+    def _storage(self, spec: BucketSpec, params: list[torch.Tensor]) -> BucketStorage | SparseBucketStorage:
+        if spec.sparse:
+            return SparseBucketStorage(spec, params[0])
+        if self.mixed is not None:
+            return MixedBucketStorage(spec, params, self.mixed)
+        return BucketStorage(spec, params, self.as_views)
 
     @property
     def scale(self) -> float:
@@ -96,6 +105,16 @@ class TorchBackend:
         self._used = used
         mine = torch.tensor(used, dtype=torch.int32, device=self.transport.device)
         self._counts = (mine, self.transport.all_reduce(mine))
+
+    def has_gradient(self, param: int) -> bool:
+        """Says whether this rank has a gradient for the parameter."""
+        bucket, position = self._place[param]
+        return self.storages[bucket].gradient(position) is not None
+
+    def enter_context(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Until the end of this backward pass, reduces these gradients in place, not `.grad`."""
+        for storage in self.storages:
+            storage.context = gradients
 
     def pack_param(self, param: int) -> None:
         """Packs one gradient now."""
@@ -156,6 +175,8 @@ class TorchBackend:
             self._counts[1].wait()
             self._last_counts = self._counts[0]
         self._used = self._counts = self._host_counts = None
+        for storage in self.storages:
+            storage.context = None
         return counts
 
     @property

@@ -21,6 +21,7 @@ from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
 from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
 from unified_ddp.torch.join import DDPJoinHook
 from unified_ddp.torch.logging_data import DDPLogger, module_facts
+from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -158,6 +159,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
     def _make_reducer(self) -> None:
         """Builds the reducer of the module as it is now; construction, unpickling and deepcopy end here."""
         self._passing_sync_batchnorm_handle(self.module)
+        self._mixed = self._make_mixed_precision()
         self.reducer = GradientReducer(
             self._reduced_parameters(),
             self._transport(),
@@ -171,6 +173,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
                 skip_unused=self.skip_all_reduce_unused_params,
                 delayed=self._delayed_names,
             ),
+            self._mixed,
         )
         self.logger = DDPLogger(self.reducer)
         self.reducer.set_logger(self.logger)
@@ -183,6 +186,12 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
         )
         for hook, state in self._comm_hooks:
             self._use_hook(CommHook(hook, state))
+
+    def _make_mixed_precision(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        buffers = [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+        return MixedPrecision(self.mixed_precision, self._module_parameters, buffers)
 
     def _reduced_parameters(self) -> dict[str, tuple[nn.Parameter, bool]]:
         return reduced_parameters(self.module, self.parameters_to_ignore)
@@ -229,6 +238,9 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        if self._mixed is not None:
+            self._mixed.lower()
+            inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
         return inputs, kwargs
 
     @torch._disable_dynamo
@@ -240,7 +252,9 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
             self.reducer.prepare_for_backward(_find_tensors(output))
         else:
             self.require_forward_param_sync = False
-            self.reducer.disarm()
+            self.reducer.disarm(_find_tensors(output))
+        if self._mixed is not None and not torch.is_grad_enabled():
+            self._mixed.restore()
         return output
 
     @contextmanager
@@ -288,7 +302,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger"):
+        for name in ("process_group", "reducer", "logger", "_mixed"):
             del attrs[name]
         return attrs
 

@@ -17,9 +17,10 @@ from torch import nn
 from unified_ddp.errors import ReductionError
 from unified_ddp.plan import BucketPlan
 from unified_ddp.reducer import Phase, Reducer
-from unified_ddp.torch import _engine, timing
+from unified_ddp.torch import _engine, distributed_autograd, timing
 from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
+from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
 from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
@@ -50,6 +51,7 @@ class GradientReducer(ReducerMembers):
         params: by name, in registration order, each with whether its gradient is sparse.
         transport: the ranks.
         options: see there.
+        mixed: lowers and restores the parameters, if mixed precision is asked for.
     """
 
     def __init__(
@@ -57,18 +59,20 @@ class GradientReducer(ReducerMembers):
         params: Mapping[str, tuple[nn.Parameter, bool]],
         transport: ProcessGroupTransport,
         options: ReducerOptions,
+        mixed: MixedPrecision | None = None,
     ) -> None:
         self.names = list(params)
         self.params = [p for p, _ in params.values()]
         self.transport = transport
         self.options = options
+        self.mixed = mixed
         self.rebuilt = False
         self.timer = timing.StepTimer(transport.device)
         self._specs = [param_spec(name, p, sparse=sparse) for name, (p, sparse) in params.items()]
         self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
         self.usage = Usage(self.names, self._delayed, find_unused=options.find_unused, static=options.static_graph)
         plan = initial_plan(self._specs, options.initial_caps, self._delayed)
-        self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused)
+        self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused, mixed)
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
@@ -78,6 +82,9 @@ class GradientReducer(ReducerMembers):
         self._observed: list[int] | None = None
         self._ends: weakref.ref[_End] | None = None
         self._rearm = False
+        self._node_handles: list[Any] = []
+        self._forward_context: int | None = None
+        self._context: int | None = None
         self._post_backward: list[torch.futures.Future] = []
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
@@ -121,13 +128,21 @@ class GradientReducer(ReducerMembers):
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Arms: the next backward pass through `outputs` is a synchronising one."""
+        if distributed_autograd.is_in_use():
+            self._forward_context = distributed_autograd.current_context()
+            if not self._node_handles:
+                self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
+                weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
         self._rearm = False
         _engine.at_backward_start(outputs, _weakly(self._start_at_output))
 
-    def disarm(self) -> None:
+    def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward under no_sync: gradients stay local until the next synchronising backward pass."""
         self.core.arm(False)
+        if self.mixed is not None:
+            mixed = self.mixed
+            _engine.at_backward_start(outputs, lambda _grad: _engine.at_backward_end(mixed.restore))
 
     def rebuild_buckets(self) -> bool:
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
@@ -151,6 +166,12 @@ class GradientReducer(ReducerMembers):
         self._rearm = True
         self._start()
 
+    def _node_ran(self, param: int) -> None:
+        # in an ordinary backward pass the parameter's own hook has been here before
+        if not (self.core.phase is Phase.ACTIVE and self.core.seen(param)) and self.core.phase is not Phase.IDLE:
+            self._context = self._forward_context
+            self.core.mark(param)
+
     def _start(self) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self._left_by_exception():
@@ -168,6 +189,8 @@ class GradientReducer(ReducerMembers):
         self.core.begin(self._without_delayed(arrival))
 
     def _arrivals(self) -> bytes | None:
+        if self.mixed is not None:  # a parameter in another dtype has another node
+            return _engine.arrivals([_engine.accumulate_grad_node(p) for p in self.params])
         if not self.usage.varies:
             return _engine.arrivals(self._nodes)
         with torch.autograd.profiler.record_function("unified_ddp::search_unused_parameters"):
@@ -190,9 +213,12 @@ class GradientReducer(ReducerMembers):
             self.core.abort()  # torch.autograd.grad through an output: it leaves every .grad alone
             return
         self.last_order = self.core.ready_order
+        if self._context is not None:
+            self.backend.enter_context(distributed_autograd.context_gradients(self._context))
+            self._context = None
         if self.usage.is_asked and not self.options.skip_unused:
             # an undefined gradient reaches a parameter, too, and leaves it without one
-            used = [self.core.touched(i) and p.grad is not None for i, p in enumerate(self.params)]
+            used = [self.core.touched(i) and self.backend.has_gradient(i) for i in range(len(self.params))]
             self.backend.report_usage(used)
         self.backend.known_usage = self.usage.known
         self.core.finish()
@@ -200,6 +226,8 @@ class GradientReducer(ReducerMembers):
 
     def _after_reduction(self, shadow: bool = False) -> None:
         self.timer.mark(timing.COMM_END)
+        if self.mixed is not None:
+            self.mixed.restore()
         for future in self._post_backward:
             future.wait()
         self._post_backward = []

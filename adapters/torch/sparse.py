@@ -21,7 +21,13 @@ class SparseBucketStorage:
         self.spec = spec
         self.params = [param]
         self.flat = self._empty()
+        self.context: dict[torch.Tensor, torch.Tensor] | None = None
         self._dense = False
+
+    def gradient(self, position: int = 0) -> torch.Tensor | None:
+        """Returns the gradient to pack."""
+        param = self.params[position]
+        return param.grad if self.context is None else self.context.get(param)
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -33,7 +39,7 @@ class SparseBucketStorage:
 
     def pack_rest(self, scale: float) -> None:
         """Takes a copy of the gradient. A missing one counts as zero, a dense one is made sparse."""
-        grad = self.params[0].grad
+        grad = self.gradient()
         with torch.no_grad():
             if grad is None:
                 self.flat = self._empty()
@@ -49,8 +55,9 @@ class SparseBucketStorage:
         param = self.params[0]
         with torch.no_grad():
             result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
-            if param.grad is not None and param.grad.layout == result.layout:
-                param.grad.copy_(result)
+            held = self.gradient()
+            if held is not None and held.layout == result.layout:
+                held.copy_(result)
             else:
                 param.grad = result
         self._dense = False

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from unified_ddp.errors import ReductionError
 from unified_ddp.plan import BucketSpec
 
 __all__ = ["BucketStorage", "gradient_views"]
@@ -53,17 +54,23 @@ class BucketStorage:
         first = self.params[0]
         self.flat = torch.zeros(spec.numel, dtype=dtype or first.dtype, device=first.device)
         self.views = gradient_views(self.flat, spec, self.params)
+        self.context: dict[torch.Tensor, torch.Tensor] | None = None
         self._packed: set[int] = set()
         self._absent: set[int] = set()
+
+    def gradient(self, position: int) -> torch.Tensor | None:
+        """Returns the gradient to pack."""
+        param = self.params[position]
+        return param.grad if self.context is None else self.context.get(param)
 
     def pack_one(self, position: int, scale: float) -> None:
         """Packs one gradient at once and scales it."""
         param, view = self.params[position], self.views[position]
         with torch.no_grad():
-            grad = param.grad
+            grad = self.gradient(position)
             if grad is None:
                 self._mark_absent(position)
-            elif grad.is_sparse:
+            elif grad.is_sparse or grad.dtype != view.dtype:
                 view.copy_(grad.to_dense()).mul_(scale)
             elif scale == 1.0:
                 if not _same_memory(grad, view):
@@ -85,13 +92,13 @@ class BucketStorage:
     def _pack_fused(self, positions: list[int] | None, scale: float) -> None:
         into, copied = [], []
         for i in positions if positions is not None else range(len(self.params)):
-            view, grad = self.views[i], self.params[i].grad
+            view, grad = self.views[i], self.gradient(i)
             if grad is None:
                 self._mark_absent(i)
             elif not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
-                if self.as_views and not grad.requires_grad:
+                if self.as_views and self.context is None and not grad.requires_grad:
                     self.params[i].grad = view
         if into:
             torch._foreach_copy_(into, copied)
@@ -118,20 +125,42 @@ class BucketStorage:
             reduced: flat, of the storage's length: the storage itself, or what a comm hook made of it.
             keep: positions whose `.grad` is left as it is: nobody used these parameters.
         """
+        reduced = self.checked(reduced)
+        views = self.views if _same_memory(reduced, self.flat) else gradient_views(reduced, self.spec, self.params)
+        with torch.no_grad():
+            left = self._absent_everywhere(views).union(keep) if self._absent or keep else ()
+            positions = [i for i in range(len(self.params)) if i not in left] if left else range(len(self.params))
+            if self.context is not None:
+                self._write_context(views, positions)
+            elif self.as_views:
+                self._install_views(reduced, positions)
+            else:
+                self._copy_out(views, positions)
+
+    def checked(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Returns `reduced`, flat.
+
+        Raises:
+            ValueError: a comm hook returned a tensor of another size.
+        """
         reduced = reduced.reshape(-1)
         if reduced.numel() != self.flat.numel():
             raise ValueError(
                 f"the comm hook returned {reduced.numel()} elements for a bucket of {self.flat.numel()} with parameters of "
                 f"shapes {[tuple(p.shape) for p in self.params]}; it must return a tensor shaped as bucket.buffer()"
             )
-        views = self.views if _same_memory(reduced, self.flat) else gradient_views(reduced, self.spec, self.params)
-        with torch.no_grad():
-            left = self._absent_everywhere(views).union(keep) if self._absent or keep else ()
-            positions = [i for i in range(len(self.params)) if i not in left] if left else range(len(self.params))
-            if self.as_views:
-                self._install_views(reduced, positions)
-            else:
-                self._copy_out(views, positions)
+        return reduced
+
+    def _write_context(self, views: Sequence[torch.Tensor], positions: Collection[int]) -> None:
+        assert self.context is not None
+        for i in positions:
+            grad = self.context.get(self.params[i])
+            if grad is None:
+                raise ReductionError(
+                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in this "
+                    "rank's distributed autograd context, where it cannot be added; use it on every rank"
+                )
+            grad.copy_(views[i])
 
     def _install_views(self, reduced: torch.Tensor, positions: Collection[int]) -> None:
         if not _same_memory(reduced, self.flat):

@@ -1,0 +1,232 @@
+"""The wrapper: a plan and a mapped axis, and what a training step does with them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
+from unified_ddp.jax.buffers import broadcast
+from unified_ddp.jax.hooks import CommHook
+from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
+from unified_ddp.jax.schema import plan_of, positions_in, schema_of
+
+from unified_ddp.errors import PlanError
+from unified_ddp.plan import BucketPlan, bucket_caps
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel:
+    """Averages gradients over the replicas of a mapped axis, bucket by bucket.
+
+    It holds no arrays: params are passed to its functions, which are to be called inside `jax.shard_map`, `jax.pmap`
+    or `jax.vmap(axis_name=...)`. All of them raise AxisError at trace time where an axis of `axis_name` is not mapped.
+
+    Args:
+        params: any pytree of arrays or `jax.ShapeDtypeStruct`s, with the shapes that one replica sees. Leaves that
+            cannot have gradients (integers, bools, PRNG keys, no arrays) are skipped; their gradient is None.
+        axis_name: the mapped axis, or several, over which data is split.
+        bucket_cap_mb: bucket size in MiB; None means 25 after a first bucket of 1.
+        bucket_cap_mb_list: one size in MiB a bucket, the last repeats; goes before `bucket_cap_mb`.
+        plan: a plan to take over by name instead, such as that of a torch module with the same names.
+        comm_hook: reduces a bucket in place of the mean by all-reduce, see `CommHook`.
+        strategy: "flat" packs the small gradients of a bucket into one array, "tuple" gives them to one `psum` as they
+            are. None chooses "flat" when there are several processes, "tuple" within one.
+
+    Raises:
+        PlanError: no leaf can have a gradient, two have one name, or `plan` differs in names, shapes or dtypes.
+        TypeError, ValueError: another argument is wrong.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        axis_name: str | Sequence[str] = "data",
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        plan: BucketPlan | None = None,
+        comm_hook: CommHook | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        check_strategy(strategy)
+        self._axes = axis_names(axis_name)
+        schema = schema_of(params)
+        if not schema.specs:
+            raise PlanError("params has no leaf that can have a gradient; give a pytree with floating-point arrays")
+        if plan is None:
+            plan = plan_of(schema, tuple(bucket_caps(bucket_cap_mb, bucket_cap_mb_list)))
+        elif bucket_cap_mb is not None or bucket_cap_mb_list is not None:
+            raise ValueError("plan already says what is in each bucket; leave bucket_cap_mb and bucket_cap_mb_list out")
+        positions_in(plan, schema)
+        self._plan = plan
+        self._hook = comm_hook
+        self._strategy = strategy
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets, in the order in which they are reduced."""
+        return self._plan
+
+    @property
+    def axis_name(self) -> tuple[str, ...]:
+        """The mapped axes that are reduced over."""
+        return self._axes
+
+    @property
+    def strategy(self) -> Strategy:
+        """How a bucket is reduced: "flat" or "tuple"."""
+        return self._strategy or default_strategy()
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        sync: bool = True,
+        holomorphic: bool = False,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Returns a function that gives this replica's loss and the mean gradients of all replicas.
+
+        The gradients are those of the mean over replicas of what `loss_fn` returns. The loss that comes back is not
+        reduced: it is this replica's value, as `loss_fn` returned it; average it with `mean`.
+
+        Args:
+            loss_fn: gives the loss of this replica's data, a scalar; with `has_aux`, a pair of it and anything else.
+            argnums: which argument is the params pytree; if several, the wrapped params are the tuple of them.
+            has_aux: as in `jax.value_and_grad`; the first result is then the pair (loss, aux).
+            sync: False leaves the gradients local, to be summed over microbatches and reduced once by `all_reduce`.
+            holomorphic: as in `jax.value_and_grad`; all params and the loss are complex then.
+
+        Returns:
+            A function of the arguments of `loss_fn`. Its gradients have the structure of the params, with None where a
+            leaf cannot have a gradient, and are replicated by type, or varying with `sync=False`.
+
+        Raises:
+            AxisError: (at trace time) the axis is not mapped.
+            PlanError: (at trace time) the params differ from the plan in names, shapes or dtypes.
+        """
+
+        @functools.wraps(loss_fn)
+        def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            require_axes(self._axes, "value_and_grad")
+            params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+            leaves, treedef = jax.tree.flatten(params)
+            order = positions_in(self._plan, schema_of(params))
+
+            def local_loss(trained: list[Any]) -> tuple[Any, tuple[Any, Any]]:
+                filled = jax.tree.unflatten(treedef, _put(leaves, order, trained))
+                loss, aux = _call(loss_fn, _replace(args, argnums, filled), kwargs, has_aux)
+                # A loss that is reduced already varies no more, and one seed for all replicas would make its
+                # gradient n times too small; as a varying value it is one term of the mean like any other.
+                return mark_varying(loss, self._axes), (loss, aux)
+
+            # Replicated params would get gradients that are summed over the axis already.
+            trained = mark_varying([leaves[i] for i in order], self._axes)
+            grad_fn = jax.value_and_grad(local_loss, has_aux=True, holomorphic=holomorphic)
+            (_, (loss, aux)), grads = grad_fn(trained)
+            if sync:
+                grads = self._reduce(grads)
+            tree = jax.tree.unflatten(treedef, _put([None] * len(leaves), order, grads))
+            return ((loss, aux) if has_aux else loss), tree
+
+        return value_and_grad
+
+    def all_reduce(self, grads: Any) -> Any:
+        """Returns the mean of local gradients over all replicas, replicated by type.
+
+        Args:
+            grads: a pytree with the names, shapes and dtypes of the params; leaves that have no gradient may be None.
+
+        Raises:
+            AxisError: the axis is not mapped.
+            PlanError: names, shapes or dtypes differ from the plan.
+            ReductionError: under `shard_map(check_vma=True)`, gradients are the same on all replicas by type: they
+                have been summed or reduced before.
+        """
+        require_axes(self._axes, "all_reduce")
+        leaves, treedef = jax.tree.flatten(grads)
+        order = positions_in(self._plan, schema_of(grads))
+        local = [jnp.asarray(leaves[i]) for i in order]
+        require_local(self._plan, local, self._axes)
+        return jax.tree.unflatten(treedef, _put(leaves, order, self._reduce(local)))
+
+    def mean(self, tree: Any) -> Any:
+        """Returns the mean over all replicas of every number in a pytree, such as the loss; for metrics."""
+        require_axes(self._axes, "mean")
+        size = axis_size(self._axes)
+
+        def mean(leaf: Any) -> jax.Array:
+            array = jnp.asarray(leaf)
+            if not jnp.issubdtype(array.dtype, jnp.inexact):
+                array = array.astype(jnp.result_type(float))
+            return lax.psum(array / size, self._axes)
+
+        return jax.tree.map(mean, tree)
+
+    def sync_buffers(self, buffers: Any) -> Any:
+        """Returns replica 0's buffers (such as batch statistics) on all replicas, see `broadcast_from`."""
+        require_axes(self._axes, "sync_buffers")
+        return broadcast(buffers, self._axes, 0, self.strategy)
+
+    def broadcast_from(self, tree: Any, source: int = 0) -> Any:
+        """Returns one replica's values on all replicas, bit for bit and replicated by type.
+
+        Args:
+            tree: any pytree; arrays of any dtype and PRNG keys.
+            source: number of the replica, from 0; over several axes, counted with the last axis fastest.
+
+        Raises:
+            AxisError: the axis is not mapped.
+            ValueError: there is no replica of this number.
+        """
+        require_axes(self._axes, "broadcast_from")
+        size = axis_size(self._axes)
+        if not 0 <= source < size:
+            raise ValueError(f"source takes the number of a replica, 0 to {size - 1}, not {source!r}")
+        return broadcast(tree, self._axes, source, self.strategy)
+
+    def varying(self, tree: Any) -> Any:
+        """Returns the tree typed as varying over the axis; needed under `shard_map(check_vma=True)`, no-op elsewhere.
+
+        Gradients with respect to params so marked are local. Values do not change.
+        """
+        require_axes(self._axes, "varying")
+        return mark_varying(tree, self._axes)
+
+    def zero_gradients(self, params: Any) -> Any:
+        """Returns zeros to sum local gradients into, with None where a leaf cannot have a gradient."""
+        require_axes(self._axes, "zero_gradients")
+        leaves, treedef = jax.tree.flatten(params)
+        order = positions_in(self._plan, schema_of(params))
+        zeros = mark_varying([jnp.zeros_like(leaves[i]) for i in order], self._axes)
+        return jax.tree.unflatten(treedef, _put([None] * len(leaves), order, zeros))
+
+    def _reduce(self, local: Sequence[jax.Array]) -> list[jax.Array]:
+        return reduce_buckets(self._plan, local, self._axes, self.strategy, self._hook)
+
+
+def _call(loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any]:
+    result = loss_fn(*args, **kwargs)
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"with has_aux=True the loss function returns a pair (loss, aux), not {type(result).__name__}")
+    return result
+
+
+def _put(leaves: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for position, value in zip(positions, values, strict=True):
+        filled[position] = value
+    return filled
+
+
+def _replace(args: Sequence[Any], argnums: int | Sequence[int], params: Any) -> list[Any]:
+    replaced = list(args)
+    for i, value in ((argnums, params),) if isinstance(argnums, int) else zip(argnums, params, strict=True):
+        replaced[i] = value
+    return replaced

@@ -1,0 +1,104 @@
+"""Reducing gradients bucket by bucket: how a bucket becomes one or several all-reduces.
+
+Measured on CPU: across processes every operand of an all-reduce costs a round trip, so small gradients are packed; in
+one process packing buys nothing and each gradient that is unpacked costs some 30 ms of compile time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
+from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
+
+from unified_ddp.errors import ReductionError
+from unified_ddp.plan import MIB, BucketPlan
+
+__all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "pack", "reduce_buckets", "require_local", "unpack"]
+
+Strategy = Literal["flat", "tuple"]
+
+LARGE_LEAF_BYTES = MIB
+"""A gradient of at least this size is reduced where it lies: a copy would cost more than one more operand."""
+
+
+def check_strategy(strategy: str | None) -> None:
+    """Raises ValueError unless `strategy` is a known one or None."""
+    if strategy is not None and strategy not in get_args(Strategy):
+        raise ValueError(f"strategy takes {', '.join(map(repr, get_args(Strategy)))} or None, not {strategy!r}")
+
+
+def default_strategy() -> Strategy:
+    """Returns "flat" when the replicas are in several processes, "tuple" within one."""
+    return "flat" if jax.process_count() > 1 else "tuple"
+
+
+def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[str]) -> None:
+    """Raises ReductionError if the types of gradients say that they are the same on every replica.
+
+    Under `shard_map(check_vma=True)` such gradients are sums over the replicas already (or means, or zeros): a second
+    reduction of a sum would be wrong by a factor of the number of replicas.
+    """
+    checked = checked_axes(axes)
+    reduced = [spec.name for spec, grad in zip(plan.params, grads, strict=True) if checked - varying_axes(grad)]
+    if reduced:
+        more = f" and {len(reduced) - 1} more" if len(reduced) > 1 else ""
+        raise ReductionError(
+            f"the gradient of '{reduced[0]}'{more} does not vary over the mapped axis {', '.join(map(repr, axes))}: "
+            "under shard_map(check_vma=True) JAX has already summed the gradients of replicated params, or they were "
+            "reduced before. Take them with ddp.value_and_grad, or mark the params with ddp.varying(params) before "
+            "jax.grad. If they really are local values, such as zeros, mark them with ddp.varying(grads)."
+        )
+
+
+def reduce_buckets(
+    plan: BucketPlan,
+    grads: Sequence[jax.Array],
+    axes: tuple[str, ...],
+    strategy: Strategy,
+    hook: CommHook | None = None,
+) -> list[jax.Array]:
+    """Returns the mean over the axes of local gradients, both in the order of `plan.params`."""
+    size = axis_size(axes)
+    reduced: list[Any] = [None] * len(grads)
+    for index, bucket in enumerate(plan.buckets):
+        local = [grads[i] for i in bucket.params]
+        if hook is None:
+            means = _mean(local, axes, size, strategy)
+        else:
+            specs = tuple(plan.params[i] for i in bucket.params)
+            names = tuple(spec.name for spec in specs)
+            last = index == len(plan.buckets) - 1
+            view = JaxBucket(pack(local), index, last, axes, size, names, bucket, specs)
+            means = unpack(run_hook(hook, view), local)
+        for i, mean in zip(bucket.params, means, strict=True):
+            reduced[i] = mean
+    return reduced
+
+
+def _mean(local: list[jax.Array], axes: tuple[str, ...], size: int, strategy: Strategy) -> list[jax.Array]:
+    # Divided before the sum, as torch does: half-precision sums then overflow no earlier, and the bits agree.
+    small = [i for i, grad in enumerate(local) if grad.nbytes < LARGE_LEAF_BYTES] if strategy == "flat" else []
+    if len(small) < 2:
+        return list(lax.psum([grad / size for grad in local], axes))
+    large = [i for i in range(len(local)) if i not in set(small)]
+    flat, *rest = lax.psum([pack([local[i] for i in small]) / size, *(local[i] / size for i in large)], axes)
+    means = dict(zip(small, unpack(flat, [local[i] for i in small]), strict=True))
+    means.update(zip(large, rest, strict=True))
+    return [means[i] for i in range(len(local))]
+
+
+def pack(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the arrays, of one dtype, as one flat array."""
+    return jnp.concatenate([jnp.ravel(array) for array in arrays])
+
+
+def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the pieces of a flat array in the shapes of `like`."""
+    pieces, start = [], 0
+    for array in like:
+        pieces.append(lax.slice(flat, (start,), (start + array.size,)).reshape(array.shape))
+        start += array.size
+    return pieces

@@ -1,0 +1,73 @@
+"""How many all-reduces each strategy lowers to, and that planning happens once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax_cases import Replicas, loss_fn, make_batch, make_params
+from unified_ddp.jax import DistributedDataParallel
+from unified_ddp.jax import schema as schema_module
+
+from unified_ddp.plan import MIB
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _all_reduces(ddp: DistributedDataParallel, mapping: str, params: Any, loss: Any, batch: Any) -> int:
+    step = Replicas(mapping, 2).shard_mapped(lambda p, b: ddp.value_and_grad(loss)(p, b)[1])
+    return step.lower(params, batch).as_text().count("stablehlo.all_reduce")
+
+
+@pytest.mark.parametrize("mapping", ["checked", "unchecked"])
+def test_flat_lowers_to_one_all_reduce_a_bucket(mapping: str) -> None:
+    params, batch = make_params(), make_batch()
+    for cap in (25, 40 / MIB):
+        ddp = DistributedDataParallel(params, bucket_cap_mb=cap, strategy="flat")
+        assert _all_reduces(ddp, mapping, params, loss_fn, batch) == len(ddp.plan.buckets)
+
+
+@pytest.mark.parametrize("mapping", ["checked", "unchecked"])
+def test_tuple_lowers_to_one_operand_a_leaf(mapping: str) -> None:
+    params, batch = make_params(), make_batch()
+    ddp = DistributedDataParallel(params, strategy="tuple")
+    assert _all_reduces(ddp, mapping, params, loss_fn, batch) == len(jax.tree.leaves(params))
+
+
+def test_large_leaf_is_not_copied_into_flat_storage() -> None:
+    params = {"large": jnp.ones(MIB // 4), "small": jnp.ones(2), "small2": jnp.ones(2)}
+    ddp = DistributedDataParallel(params, bucket_cap_mb=25, strategy="flat")
+
+    def loss(p: Any, x: Any) -> Any:
+        return x.sum() * sum(leaf.sum() for leaf in jax.tree.leaves(p))
+
+    step = Replicas("checked", 2).shard_mapped(lambda p, b: ddp.value_and_grad(loss)(p, b)[1])
+    text = step.lower(params, jnp.ones(2)).as_text()
+    assert text.count("stablehlo.all_reduce") == 2
+    assert f"tensor<{MIB // 4 + 4}xf32>" not in text
+
+
+def test_default_strategy_within_one_process() -> None:
+    assert DistributedDataParallel(make_params()).strategy == "tuple"
+    assert DistributedDataParallel(make_params(), strategy="flat").strategy == "flat"
+
+
+def test_default_strategy_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert DistributedDataParallel(make_params()).strategy == "flat"
+
+
+def test_planned_once_however_often_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plan = schema_module.plan_in_ready_order
+    monkeypatch.setattr(schema_module, "plan_in_ready_order", lambda *args: planned.append(args) or plan(*args))
+    schema_module.plan_of.cache_clear()
+    params, batch = make_params(), make_batch()
+
+    def step(params: Any, batch: Any) -> Any:
+        ddp = DistributedDataParallel(params, bucket_cap_mb=3)  # inside the traced function: once a trace
+        return ddp.value_and_grad(loss_fn)(params, batch)[1]
+
+    for _ in range(3):
+        Replicas("checked", 2).shard_mapped(lambda p, b: step(p, b)).lower(params, batch)
+    assert len(planned) == 1
