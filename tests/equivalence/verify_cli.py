@@ -1,0 +1,29 @@
+"""Runs `unified-ddp verify` as a user does, and reads its JSON."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "unified_ddp.cli", "verify"]
+LIMIT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    error: str
+    report: dict[str, Any]
+
+
+def run_verify(directory: Path, *options: str) -> Outcome:
+    """The report is empty if none was written."""
+    file = directory / "report.json"
+    done = subprocess.run(
+        [*COMMAND, "--json", str(file), *options], capture_output=True, text=True, timeout=LIMIT_SECONDS, cwd=directory
+    )
+    report = json.loads(file.read_text()) if file.exists() else {}
+    return Outcome(done.returncode, done.stdout, done.stderr, report)
