@@ -1,7 +1,7 @@
 """The command itself, on real processes of both frameworks."""
 
 import pytest
-from equivalence.verify_cli import run_verify
+from equivalence.verify_cli import QUICK_COMPILE, run_verify
 
 CROSS = "jax vs torch"
 ORACLES = ("torch vs oracle", "jax vs oracle")
@@ -45,15 +45,10 @@ def test_float32_passes_and_reports_everything(tmp_path):
 
 def assert_plan_is_shared(report, ranks):
     plan = report["plan"]
-    assert plan["fingerprint"] in outcome_line(plan)
     assert set(plan["fingerprints"]) == {f"{side} rank {rank}" for side in ("torch", "jax") for rank in range(ranks)}
     assert set(plan["fingerprints"].values()) == {plan["fingerprint"]}
     assert len(plan["buckets"]) > 1
     assert sorted(name for bucket in plan["buckets"] for name in bucket["params"]) == sorted(NAMES)
-
-
-def outcome_line(plan):
-    return " ".join(plan["fingerprints"].values())
 
 
 def assert_it_trains(report, steps):
@@ -90,7 +85,7 @@ def test_float64_agrees_to_1e_12_on_three_ranks(tmp_path):
 def test_a_fault_is_caught_and_located(tmp_path, side, fault, bucket, step, reason):
     options = ("--steps", "3", "--inject", fault, "--inject-into", side, "--inject-bucket", str(bucket))
     rank = ("--inject-rank", "0") if "rank 0" in reason else ()
-    outcome = run_verify(tmp_path, *options, *rank)
+    outcome = run_verify(tmp_path, *options, *rank, environment=QUICK_COMPILE)
     assert outcome.status == 1, outcome.out + outcome.error
     assert not outcome.report["ok"]
     (finding,) = outcome.report["findings"]

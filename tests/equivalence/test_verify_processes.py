@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from equivalence.verify_cli import COMMAND, run_verify
+from equivalence.verify_cli import COMMAND, QUICK_COMPILE, run_verify
 
 LINUX = sys.platform == "linux"
 
@@ -39,7 +39,7 @@ def assert_named_and_gone(outcome, names):
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_named(tmp_path):
-    outcome = run_verify(tmp_path, "--steps", "3", "--inject", "die", "--inject-rank", "0")
+    outcome = run_verify(tmp_path, "--steps", "3", "--inject", "die", "--inject-rank", "0", environment=QUICK_COMPILE)
     assert outcome.status == 2, outcome.out + outcome.error
     assert "could not run: torch rank 0 (pid" in outcome.error
     assert "ended with status 86" in outcome.error
@@ -48,9 +48,9 @@ def test_a_rank_that_dies_is_named(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_process_that_hangs_ends_the_run_with_every_stack(tmp_path):
-    outcome = run_verify(tmp_path, "--steps", "2", "--inject", "hang", "--inject-into", "jax", "--timeout", "15")
+    outcome = run_verify(tmp_path, "--steps", "2", "--inject", "hang", "--inject-into", "jax", "--timeout", "8")
     assert outcome.status == 2, outcome.out + outcome.error
-    assert "no progress for 15 seconds" in outcome.error
+    assert "no progress for 8 seconds" in outcome.error
     assert_named_and_gone(outcome, names=3)
 
 
