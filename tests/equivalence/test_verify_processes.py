@@ -58,7 +58,13 @@ def test_a_process_that_hangs_ends_the_run_with_every_stack(tmp_path):
 @pytest.mark.skipif(not LINUX, reason="finds children in /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_child_outlives_its_parent(tmp_path, how):
-    parent = subprocess.Popen([*COMMAND], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    parent = subprocess.Popen(
+        [*COMMAND],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent leaves its folder behind
+    )
     listing = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
     try:
         assert wait_until(lambda: len(listing.read_text().split()) == 3)
