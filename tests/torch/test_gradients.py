@@ -315,7 +315,7 @@ def case_exception_in_backward(rank: int, world_size: int, view: bool) -> str | 
     handle.remove()
     message = None
     if view:
-        with pytest.raises(RuntimeError, match="head.weight") as caught:
+        with pytest.raises(RuntimeError, match=r"head\.weight") as caught:
             ddp(x)
         message = str(caught.value)
     ddp.zero_grad()
