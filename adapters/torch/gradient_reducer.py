@@ -160,8 +160,8 @@ class GradientReducer(ReducerMembers):
 
     def _start_at_parameter(self) -> None:
         # Armed until a forward under no_sync: the graph may be walked again, and need not pass an output then (the
-        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer one has
-        # reached every parameter; what comes then is reduced in another go.
+        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer
+        # one has reached every parameter; what comes then is reduced in another go.
         self._start()
 
     def _node_ran(self, param: int) -> None:
