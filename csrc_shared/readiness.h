@@ -133,9 +133,10 @@ class Readiness {
     if (eager_[index]) {
       std::uint64_t pass = pass_;
       call([&] { callbacks_.param(index); });
-      if (pass != pass_ || failed_ || pending_[bucket] == 0) return;  // it gave this pass up, or flushed it
+      if (pass != pass_ || failed_) return;  // it gave this pass up
     }
-    if (--pending_[bucket] == 0) advance();
+    // A flush() under way has set it to 0 already, and launches this bucket next.
+    if (pending_[bucket] > 0 && --pending_[bucket] == 0) advance();
   }
 
   // Launches, in order, every bucket not launched yet, whatever has arrived.

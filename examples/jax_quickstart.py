@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+
 from unified_ddp.jax import DistributedDataParallel
 
 params = {"w": jnp.zeros(4), "b": jnp.zeros(())}

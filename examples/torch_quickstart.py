@@ -1,5 +1,6 @@
 import torch
 import torch.distributed as dist
+
 from unified_ddp.torch import DistributedDataParallel
 
 dist.init_process_group("gloo")

@@ -90,6 +90,8 @@ def verify(
             inject_bucket=inject_bucket,
             inject_rank=inject_rank,
         )
+        _check_output("--json", json_file)
+        _check_output("--plot", plot, suffix=".png")
         ok = _verify(config, console, json_file, plot)
     except VerifyError as error:
         Console(stderr=True).print(f"[red]could not run:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -117,6 +119,16 @@ def _verify(config: VerifyConfig, console: Console, json_file: Path | None, plot
     if plot is not None:
         plot_losses(report, plot)
     return report.ok
+
+
+def _check_output(option: str, path: Path | None, suffix: str | None = None) -> None:
+    """Refuses before the run what could not be written after it."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise VerifyError(f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first")
+    if suffix is not None and path.suffix != suffix:
+        raise VerifyError(f"{option} {path}: give a file that ends in {suffix}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from unified_ddp.jax.reduce import Strategy, pack, unpack
 
 __all__ = ["broadcast"]

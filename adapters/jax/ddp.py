@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from unified_ddp.errors import PlanError
 from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
 from unified_ddp.jax.schema import plan_of, positions_in, schema_of
-
-from unified_ddp.errors import PlanError
 from unified_ddp.plan import BucketPlan, bucket_caps
 
 __all__ = ["DistributedDataParallel"]

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
-from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
+from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 from unified_ddp.plan import MIB, BucketPlan
 
 __all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "pack", "reduce_buckets", "require_local", "unpack"]

@@ -43,7 +43,7 @@ def at_backward_start(outputs: Iterable[torch.Tensor], call: Callable[[Any], Non
 
 def at_backward_end(call: Callable[[], None]) -> None:
     """Calls `call()` when the backward pass under way ends; must be called from a hook inside it."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(call)
 
 
 def in_backward() -> bool:

@@ -84,10 +84,11 @@ def _difference_in_tensors(kind: str, ranks: list[list[dict[str, Any]]]) -> str 
             counts = _sides(ranks, lambda r: f"{len(r)} {kind}")
             count = f" The ranks have {_tell(counts)}." if len(counts) > 1 else ""
             return f"ranks hold different {kind}: {one} number {position} is {_tell(sides)}.{count} {remedy}"
+        name = next(t["name"] for t in here if t is not None)
         for field in ("shape", "dtype", "strides", "trainable"):
             sides = _sides(here, lambda t, field=field: f"{t[field]}")  # type: ignore[misc]
             if len(sides) > 1:
-                return f"ranks hold different {kind}: the {field} of {one} {here[0]['name']!r} is {_tell(sides)}. {remedy}"
+                return f"ranks hold different {kind}: the {field} of {one} {name!r} is {_tell(sides)}. {remedy}"
     return None
 
 

@@ -21,15 +21,15 @@ from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
 from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
 from unified_ddp.torch.join import DDPJoinHook
 from unified_ddp.torch.logging_data import DDPLogger, module_facts
-from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.members import DDPMembers
+from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(DDPMembers, TorchDDP):
+class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
     """Data parallelism over the ranks of a process group: gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel` (torch 2.13), whose arguments it takes in the same order

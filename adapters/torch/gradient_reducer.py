@@ -81,7 +81,6 @@ class GradientReducer(ReducerMembers):
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
         self._ends: weakref.ref[_End] | None = None
-        self._rearm = False
         self._node_handles: list[Any] = []
         self._forward_context: int | None = None
         self._context: int | None = None
@@ -134,7 +133,6 @@ class GradientReducer(ReducerMembers):
                 self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
                 weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
-        self._rearm = False
         _engine.at_backward_start(outputs, _weakly(self._start_at_output))
 
     def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -161,9 +159,9 @@ class GradientReducer(ReducerMembers):
         self._start()
 
     def _start_at_parameter(self) -> None:
-        # Inside a reentrant backward pass the end may come before the outer one has reached every parameter; what
-        # comes then is reduced in another go.
-        self._rearm = True
+        # Armed until a forward under no_sync: the graph may be walked again, and need not pass an output then (the
+        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer one has
+        # reached every parameter; what comes then is reduced in another go.
         self._start()
 
     def _node_ran(self, param: int) -> None:
@@ -233,7 +231,6 @@ class GradientReducer(ReducerMembers):
         self._post_backward = []
         self.buckets_reduced = self.backend.launched
         counts = self.backend.finished(self.usage.needs_counts)
-        self.core.arm(self._rearm)
         if self._observed is None:
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]

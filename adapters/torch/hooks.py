@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from unified_ddp.torch.grad_bucket import GradBucket
 
-__all__ = ["CommHook", "FutureReduction", "NoReduction", "WorkReduction", "builtin_hook", "check_comm_hook", "hook_name"]
+__all__ = [
+    "CommHook",
+    "FutureReduction",
+    "NoReduction",
+    "WorkReduction",
+    "builtin_hook",
+    "check_comm_hook",
+    "hook_name",
+]
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 

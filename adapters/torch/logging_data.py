@@ -119,7 +119,9 @@ class DDPLogger:
         if reducer.rebuilt:
             self.strs |= {
                 "rebuilt_bucket_sizes": _bucket_sizes(reducer),
-                "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b.params)) for b in reducer.plan.buckets),
+                "rebuilt_per_bucket_param_indices": ", ".join(
+                    " ".join(map(str, b.params)) for b in reducer.plan.buckets
+                ),
             }
             self.ints["has_rebuilt_buckets"] = 1
         if reducer.graph_is_static():

@@ -1,7 +1,7 @@
-"""Mixed precision: forward and backward in `param_dtype`, reduction in `reduce_dtype`, everything else in full precision.
+"""Mixed precision: forward and backward in `param_dtype`, reduction in `reduce_dtype`, the rest in full precision.
 
-Parameters are low-precision copies from the forward to the end of its backward pass. Gradients accumulated before (under
-no_sync, or not zeroed) are set aside in full precision meanwhile, not rounded, and take part in the reduction.
+Parameters are low-precision copies from the forward to the end of its backward pass. Gradients accumulated before
+(under no_sync, or not zeroed) are set aside in full precision meanwhile, not rounded, and take part in the reduction.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -18,8 +18,8 @@ from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, 
 __all__ = [
     "BucketCaps",
     "Placement",
-    "check_parameters",
     "check_delayed",
+    "check_parameters",
     "resolve_buffer_sync",
     "resolve_group",
     "use_side_stream",
@@ -36,9 +36,7 @@ def check_delayed(
         ValueError: only one of the two arguments was given, or a parameter is not the module's.
     """
     if (delayed is not None) != (trigger is not None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-        )
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
     found = dict(delayed or ())
     known = dict(module.named_parameters(remove_duplicate=False))
     for name, param in found.items():

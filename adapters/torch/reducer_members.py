@@ -9,6 +9,7 @@ import torch
 from unified_ddp.torch.grad_bucket import GradBucket
 
 if TYPE_CHECKING:
+    from unified_ddp.reducer import Reducer
     from unified_ddp.torch.backend import TorchBackend
     from unified_ddp.torch.gradient_reducer import GradientReducer
     from unified_ddp.torch.transport import ProcessGroupTransport
@@ -25,6 +26,9 @@ class ReducerMembers:
         backend: TorchBackend
         transport: ProcessGroupTransport
         usage: Usage
+        core: Reducer
+        rebuilt: bool
+        _observed: list[int] | None
         logger: Any
 
     @contextmanager

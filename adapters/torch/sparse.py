@@ -1,4 +1,4 @@
-"""A bucket of one parameter whose gradient is sparse: what is reduced is the gradient itself, there is no flat memory."""
+"""A bucket of one parameter with a sparse gradient: the gradient itself is reduced, there is no flat memory."""
 
 from collections.abc import Collection
 

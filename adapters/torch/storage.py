@@ -146,8 +146,9 @@ class BucketStorage:
         reduced = reduced.reshape(-1)
         if reduced.numel() != self.flat.numel():
             raise ValueError(
-                f"the comm hook returned {reduced.numel()} elements for a bucket of {self.flat.numel()} with parameters of "
-                f"shapes {[tuple(p.shape) for p in self.params]}; it must return a tensor shaped as bucket.buffer()"
+                f"the comm hook returned {reduced.numel()} elements for a bucket of {self.flat.numel()} with "
+                f"parameters of shapes {[tuple(p.shape) for p in self.params]}; it must return a tensor shaped as "
+                "bucket.buffer()"
             )
         return reduced
 
@@ -157,8 +158,8 @@ class BucketStorage:
             grad = self.context.get(self.params[i])
             if grad is None:
                 raise ReductionError(
-                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in this "
-                    "rank's distributed autograd context, where it cannot be added; use it on every rank"
+                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in "
+                    "this rank's distributed autograd context, where it cannot be added; use it on every rank"
                 )
             grad.copy_(views[i])
 

@@ -24,8 +24,8 @@ _USED_LESS = (
     "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
 )
 _USED_MORE = (
-    "Your training graph has changed in this iteration: parameters that the first iteration did not use got a gradient. "
-    "It was reduced, but this is not compatible with static_graph set to True."
+    "Your training graph has changed in this iteration: parameters that the first iteration did not use got a "
+    "gradient. It was reduced, but this is not compatible with static_graph set to True."
 )
 
 

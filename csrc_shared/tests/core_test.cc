@@ -168,6 +168,16 @@ void test_reentrant_marks() {
   f->begin(f.once);
   CHECK(throws<ReadinessError>("'p3' got another gradient after its bucket was launched", [&] { f->mark(3); }));
   CHECK(f->failed() && f.launched == Indices{0});
+
+  // A mark that comes in while flush() launches does not hold its bucket back.
+  Fixture g({{2}, {1, 0}});
+  g.on_bucket = [&](std::uint32_t bucket) {
+    if (bucket == 0) g->mark(1);
+  };
+  g->begin(g.once);
+  g->flush();
+  CHECK(g.launched == Indices{0, 1});
+  g->end();
 }
 
 void test_errors_in_callbacks() {

@@ -129,7 +129,7 @@ class ReadinessAgainstModel(RuleBasedStateMachine):
         assert {i for i in everyone if self.real.seen(i)} == set(self.model.order)
 
 
-ReadinessAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+ReadinessAgainstModel.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestReadinessAgainstModel = ReadinessAgainstModel.TestCase
 
 
@@ -181,6 +181,21 @@ def test_an_eager_parameter_that_comes_twice_is_named() -> None:
     with pytest.raises(ReadinessError, match="'b' got another gradient after it was packed"):
         readiness.mark(1)
     assert packed == [1]
+
+
+def test_a_gradient_that_comes_while_flushing_does_not_hold_its_bucket_back() -> None:
+    launched: list[int] = []
+
+    def on_bucket(bucket: int) -> None:
+        launched.append(bucket)
+        if bucket == 0:
+            readiness.mark(1)
+
+    readiness = make(on_bucket)
+    readiness.begin(b"\1\1\1")
+    readiness.flush()
+    readiness.end()
+    assert launched == [0, 1]
 
 
 def test_abort_and_new_pass_from_inside_a_callback() -> None:

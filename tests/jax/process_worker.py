@@ -14,8 +14,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, initialization_timeout=60)
 
 from jax_cases import loss_fn, make_batch, make_params  # noqa: E402
-from unified_ddp.jax import DistributedDataParallel  # noqa: E402
 
+from unified_ddp.jax import DistributedDataParallel  # noqa: E402
 from unified_ddp.plan import MIB  # noqa: E402
 
 mesh = Mesh(np.array(jax.devices()), ("data",))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
+
 from unified_ddp.jax import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_cases import Replicas
+
 from unified_ddp.jax import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(120)

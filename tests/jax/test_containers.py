@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
+
 from unified_ddp.jax import DistributedDataParallel, param_specs
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mesh, oracle
-from unified_ddp.jax import DistributedDataParallel
 
 from unified_ddp.errors import AxisError, PlanError, ReductionError
+from unified_ddp.jax import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(120)
 

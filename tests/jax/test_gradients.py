@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mean_of, mesh, oracle, shards
-from unified_ddp.jax import DistributedDataParallel
 
 from unified_ddp.errors import AxisError
+from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)

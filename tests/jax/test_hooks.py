@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
-from unified_ddp.jax import DistributedDataParallel, JaxBucket
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.jax import DistributedDataParallel, JaxBucket
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)

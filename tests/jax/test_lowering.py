@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax_cases import Replicas, loss_fn, make_batch, make_params
+
 from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.jax import schema as schema_module
-
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
-from unified_ddp.jax import DistributedDataParallel, param_specs
 
 from unified_ddp.errors import PlanError
+from unified_ddp.jax import DistributedDataParallel, param_specs
 from unified_ddp.plan import BucketPlan, ParamSpec, plan_from_json, plan_in_ready_order, plan_to_json
 
 pytestmark = pytest.mark.timeout(120)

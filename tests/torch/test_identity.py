@@ -37,7 +37,12 @@ def case_never_torchs(rank: int, world_size: int) -> None:
     before = TorchDDP.__init__, dist.Reducer
     TorchDDP.__init__, dist.Reducer = refuse, refuse
     try:
-        for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"find_unused_parameters": True},
+            {"static_graph": True},
+        ):
             ddp = DistributedDataParallel(MLP(), **options)
             for _ in range(3):
                 step_and_check(ddp)

@@ -1,6 +1,7 @@
 """What one verification is asked to do. Goes to the child processes as JSON."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -71,10 +72,13 @@ class VerifyConfig:
         _require(
             self.batch_size >= 2, "--batch-size", self.batch_size, "batch norm needs at least 2 images on each rank"
         )
-        _require(self.bucket_cap_mb > 0, "--bucket-cap-mb", self.bucket_cap_mb, "give a positive number of MiB")
-        _require(self.timeout > 0, "--timeout", self.timeout, "give a positive number of seconds")
+        _require(
+            0 < self.bucket_cap_mb < math.inf, "--bucket-cap-mb", self.bucket_cap_mb, "give a positive number of MiB"
+        )
+        _require(0 < self.timeout < math.inf, "--timeout", self.timeout, "give a positive number of seconds")
+        _require(0 < self.learning_rate < math.inf, "--learning-rate", self.learning_rate, "give a positive number")
         _require(self.seed >= 0, "--seed", self.seed, "give 0 or more")
-        _require(self.k > 0, "--tolerance", self.tolerance, "give a positive number, or leave it out")
+        _require(0 < self.k < math.inf, "--tolerance", self.tolerance, "give a positive number, or leave it out")
         if self.inject is None:
             return
         _require(self.inject_bucket >= 0, "--inject-bucket", self.inject_bucket, "buckets count from 0")

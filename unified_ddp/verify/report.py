@@ -164,10 +164,10 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
 
 
 def plot_losses(report: VerifyReport, path: Path) -> None:
-    """Writes loss curves and jax-torch differences as an image; the format follows the file's suffix.
+    """Writes loss curves and jax-torch differences as a PNG.
 
     Raises:
-        VerifyError: matplotlib is not installed, or does not know the suffix.
+        VerifyError: matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

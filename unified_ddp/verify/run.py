@@ -80,8 +80,9 @@ class _Run:
         fault, count = self.config.inject, len(plan.buckets)
         if fault and fault.breaks_reduction and self.config.inject_bucket >= count:
             raise VerifyError(
-                f"--inject-bucket {self.config.inject_bucket}: the plan has the buckets 0 to {count - 1}; give one of "
-                "them, or a smaller --bucket-cap-mb for more buckets"
+                f"--inject-bucket {self.config.inject_bucket}: the plan has "
+                f"{'only bucket 0' if count == 1 else f'the buckets 0 to {count - 1}'}; give one of them, or a smaller "
+                "--bucket-cap-mb for more buckets"
             )
 
     def _records(self, step: int) -> dict[Side, list[StepRecord]]:
