@@ -7,5 +7,6 @@ except ImportError as error:
 
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.grad_bucket import GradBucket
+from unified_ddp.torch.install import Installation, install
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = ["DistributedDataParallel", "GradBucket", "Installation", "install"]

@@ -126,6 +126,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self.bucket_bytes_cap_list = list(caps.per_bucket)
         self.bucket_bytes_cap_default = caps.is_default
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._accum_grad_hooks: list[Any] = []
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._ddp_sink_clone = True

@@ -33,6 +33,10 @@ class DDPMembers:
         _use_hook: Callable[[CommHook], None]
         _reduced_parameters: Callable[[], dict[str, tuple[nn.Parameter, bool]]]
 
+    # Dynamo's python_reducer mode is not supported.
+    _use_python_reducer = False
+    _force_to_disable_cpp_reducer = False
+
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
         self._lazy_init_ran = True

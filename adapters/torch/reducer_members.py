@@ -114,5 +114,8 @@ class ReducerMembers:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.logger.sample_rate = sample_rate
 
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        """Takes the rows that all ranks touch, by parameter; sparse gradients are summed without knowing them."""
+
     def _set_optimizer_in_backward(self) -> None:
         """The comm hook that steps optimizers was registered; nothing else changes here."""
