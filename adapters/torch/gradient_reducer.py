@@ -160,8 +160,8 @@ class GradientReducer(ReducerMembers):
 
     def _start_at_parameter(self) -> None:
         # Armed until a forward under no_sync: the graph may be walked again, and need not pass an output then (the
-        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer one has
-        # reached every parameter; what comes then is reduced in another go.
+        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer
+        # one has reached every parameter; what comes then is reduced in another go.
         self._start()
 
     def _node_ran(self, param: int) -> None:
@@ -231,7 +231,8 @@ class GradientReducer(ReducerMembers):
         self._post_backward = []
         self.buckets_reduced = self.backend.launched
         counts = self.backend.finished(self.usage.needs_counts)
-        if self._observed is None:
+        # As torch's class, which observes a static graph from the second iteration on: the same buckets, the same bits.
+        if self._observed is None and (self.usage.iterations or not self.usage.static):
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
         self.usage.add(self.last_order, counts, shadow)
