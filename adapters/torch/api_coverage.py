@@ -91,7 +91,7 @@ def _parameters(function: Any) -> list[str]:
     shown = []
     for p in inspect.signature(function).parameters.values():
         default = "" if p.default is p.empty else f"={p.default!r}"
-        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         shown.append(f"{stars}{p.name}{default}")
     return shown
 

@@ -235,7 +235,8 @@ class GradientReducer(ReducerMembers):
         counts = self.backend.finished(self.usage.needs_counts)
         if self.core.seen_count:
             self.core.arm(self._rearm)
-        if self._observed is None:
+        # As torch's class, which observes a static graph from the second iteration on: the same buckets, the same bits.
+        if self._observed is None and (self.usage.iterations or not self.usage.static):
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
         self.usage.add(self.last_order, counts, shadow)

@@ -1,4 +1,8 @@
-"""Ours and torch's own class, from the same seeds, give the same bits after 20 steps."""
+"""Ours and torch's own class, from the same seeds, give the same bits after 20 steps.
+
+On two ranks a sum has one order. On more, gloo's order for an element depends on its place in the bucket, so that these
+tests also hold that our buckets are torch's in every iteration.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -74,10 +78,7 @@ def case_bits(rank: int, world_size: int, model: str, combinations: list[dict[st
         theirs = train(TorchDDP, model, rank, options)
         ours = train(DistributedDataParallel, model, rank, options)
         difference = largest_difference(theirs, ours)
-        # With more than two ranks the order in which gloo sums an element depends on its place in the bucket, and
-        # torch's class orders a static graph's buckets by registration, not by what it observed.
-        limit = 1e-3 if world_size > 2 and options["static_graph"] else 0.0
-        assert difference <= limit, f"{options}: differs by {difference:g}"
+        assert difference == 0, f"{options}: differs by {difference:g}"
         untrained = MODELS[model][0]().state_dict()
         assert any(not torch.equal(ours[f"module.{name}"], untrained[name]) for name in untrained)
 
