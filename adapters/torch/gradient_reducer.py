@@ -76,7 +76,7 @@ class GradientReducer(ReducerMembers):
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
-        self.core = Reducer(plan, self.backend, self._start_at_parameter, eager)
+        self.core = Reducer(plan, self.backend, _weakly(self._start_at_parameter), eager)
         self.last_order: tuple[int, ...] = ()
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
@@ -84,6 +84,7 @@ class GradientReducer(ReducerMembers):
         self._node_handles: list[Any] = []
         self._forward_context: int | None = None
         self._context: int | None = None
+        self._rearm = False
         self._post_backward: list[torch.futures.Future] = []
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
@@ -133,6 +134,7 @@ class GradientReducer(ReducerMembers):
                 self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
                 weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
+        self._rearm = False
         _engine.at_backward_start(outputs, _weakly(self._start_at_output))
 
     def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -159,9 +161,9 @@ class GradientReducer(ReducerMembers):
         self._start()
 
     def _start_at_parameter(self) -> None:
-        # Armed until a forward under no_sync: the graph may be walked again, and need not pass an output then (the
-        # double backward pass of a gradient penalty). In a reentrant backward pass the end may come before the outer
-        # one has reached every parameter; what comes then is reduced in another go.
+        # Inside a reentrant backward pass the end may come before the outer one has reached every parameter; what
+        # comes then is reduced in another go.
+        self._rearm = True
         self._start()
 
     def _node_ran(self, param: int) -> None:
@@ -231,6 +233,8 @@ class GradientReducer(ReducerMembers):
         self._post_backward = []
         self.buckets_reduced = self.backend.launched
         counts = self.backend.finished(self.usage.needs_counts)
+        if self.core.seen_count:
+            self.core.arm(self._rearm)
         # As torch's class, which observes a static graph from the second iteration on: the same buckets, the same bits.
         if self._observed is None and (self.usage.iterations or not self.usage.static):
             seen = set(self.last_order)
@@ -283,14 +287,16 @@ class _End:
         self._reducer.finish()
 
 
-def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Autograd graphs outlive modules at times, and must not keep them alive."""
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A call that keeps nothing alive: autograd graphs outlive modules at times, and a dropped wrapper must go at once,
+    hooks and all, on every rank alike, not when the garbage collector comes by.
+    """
     ref = weakref.WeakMethod(method)
 
-    def call(grad: Any) -> None:
+    def call(*args: Any) -> None:
         target = ref()
         if target is not None:
-            target(grad)
+            target(*args)
 
     return call
 

@@ -1,6 +1,7 @@
 """What `_get_ddp_logging_data` tells: the keys of torch's logger, with this reducer's values."""
 
 import os
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,18 @@ class DDPLogger:
     """
 
     def __init__(self, reducer: "GradientReducer") -> None:
-        self._reducer = reducer
+        self._reducer_ref = weakref.ref(reducer)  # the reducer holds its logger
         self.sample_rate = 100
         self.iteration = 0
         self._samples = 0
         self.strs: dict[str, str] = {}
         self.ints: dict[str, int] = {}
+
+    @property
+    def _reducer(self) -> "GradientReducer":
+        reducer = self._reducer_ref()
+        assert reducer is not None
+        return reducer
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         return SimpleNamespace(strs_map=dict(self.strs), ints_map=dict(self.ints))

@@ -128,14 +128,6 @@ def penalty(m: nn.Module, x: torch.Tensor) -> None:
     (out.sum() + grad.pow(2).sum()).backward()
 
 
-def penalty_apart(m: nn.Module, x: torch.Tensor) -> None:
-    x = x.clone().requires_grad_()
-    out = m(x)
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    out.sum().backward(retain_graph=True)
-    grad.pow(2).sum().backward()
-
-
 def in_place_on_output(m: nn.Module, x: torch.Tensor) -> None:
     out = m(x)
     out.mul_(2).add_(1)
@@ -146,7 +138,7 @@ def create_graph(m: nn.Module, x: torch.Tensor) -> None:
     m(x).pow(2).sum().backward(create_graph=True)
 
 
-PROGRAMS = [two_forwards, retained, weight_outside_forward, penalty, penalty_apart, in_place_on_output, create_graph]
+PROGRAMS = [two_forwards, retained, weight_outside_forward, penalty, in_place_on_output, create_graph]
 
 
 def case_program(rank: int, world_size: int, program: str, options: dict[str, Any]) -> None:
