@@ -5,7 +5,6 @@ result; the native `Readiness` counts gradients and says which bucket comes next
 """
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 from unified_ddp._core import Phase, Readiness
 from unified_ddp.errors import PlanError
 from unified_ddp.plan import BucketPlan
+from unified_ddp.weak import weak_call
 
 __all__ = ["Backend", "Phase", "Reducer", "Reduction"]
 
@@ -61,9 +61,9 @@ class Reducer:
             [p.name for p in plan.params],
             [list(b.params) for b in plan.buckets],
             list(eager) if eager is not None else [False] * len(plan.params),
-            _weak(self._on_start),
-            _weak(self._on_bucket),
-            _weak(self._on_param),
+            weak_call(self._on_start),
+            weak_call(self._on_bucket),
+            weak_call(self._on_param),
         )
 
     @property
@@ -166,15 +166,3 @@ class Reducer:
 
     def _on_param(self, param: int) -> None:
         self._backend.pack_param(param)
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """A call through a weak reference: native code is invisible to the garbage collector and must own no reducer."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        target = ref()
-        if target is not None:
-            target(*args)
-
-    return call

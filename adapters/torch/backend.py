@@ -52,7 +52,8 @@ class TorchBackend:
         self.launched = 0
         self.on_first_launch: Callable[[], None] = lambda: None
         self.known_usage: list[int] | None = None
-        self._last_counts: torch.Tensor | None = None
+        self.last_counts: torch.Tensor | None = None
+        """On how many ranks each parameter was used in the last backward pass that asked; int32, on the device."""
         self._host_counts: list[int] | None = None
         self._used: list[bool] | None = None
         self._counts: tuple[torch.Tensor, dist.Work] | None = None
@@ -84,6 +85,8 @@ class TorchBackend:
         """Starts a synchronising backward pass."""
         self.launched = 0
         self._used = self._counts = self._host_counts = None
+        for storage in self.storages:
+            storage.restart()
         if self._join_work is not None:
             # Ranks that have not joined sum ones; the result is ready before the first gradient is packed.
             self._join_work.wait()
@@ -173,16 +176,11 @@ class TorchBackend:
         counts = self.usage() if need_counts and self._counts is not None else None
         if self._counts is not None:
             self._counts[1].wait()
-            self._last_counts = self._counts[0]
+            self.last_counts = self._counts[0]
         self._used = self._counts = self._host_counts = None
         for storage in self.storages:
             storage.context = None
         return counts
-
-    @property
-    def last_counts(self) -> torch.Tensor | None:
-        """On how many ranks each parameter was used in the last backward pass that asked; int32, on the device."""
-        return self._last_counts
 
     def _unused_everywhere(self, params: Sequence[int]) -> set[int]:
         """Returns positions in the bucket; waits for the other ranks only if this one left some parameter unused."""
@@ -195,7 +193,7 @@ class TorchBackend:
         if self.known_usage is not None:
             # a static graph; a parameter that has a gradient all the same is not left out
             unused = [(position, param) for position, param in enumerate(params) if self.known_usage[param] == 0]
-            return {position for position, param in unused if self.params[param].grad is None}
+            return {position for position, param in unused if not self.has_gradient(param)}
         return set()
 
     def usage(self) -> list[int]:

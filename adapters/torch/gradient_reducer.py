@@ -7,7 +7,7 @@ pass. In between buckets are launched as they fill.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
 from unified_ddp.torch.usage import Usage
+from unified_ddp.weak import weak_call
 
 __all__ = ["GradientReducer", "ReducerOptions"]
 
@@ -76,7 +77,7 @@ class GradientReducer(ReducerMembers):
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
-        self.core = Reducer(plan, self.backend, _weakly(self._start_at_parameter), eager)
+        self.core = Reducer(plan, self.backend, weak_call(self._start_at_parameter), eager)
         self.last_order: tuple[int, ...] = ()
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
@@ -131,11 +132,11 @@ class GradientReducer(ReducerMembers):
         if distributed_autograd.is_in_use():
             self._forward_context = distributed_autograd.current_context()
             if not self._node_handles:
-                self._node_handles = distributed_autograd.hook_nodes(self._nodes, _weakly(self._node_ran))
+                self._node_handles = distributed_autograd.hook_nodes(self._nodes, weak_call(self._node_ran))
                 weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
         self._rearm = False
-        _engine.at_backward_start(outputs, _weakly(self._start_at_output))
+        _engine.at_backward_start(outputs, weak_call(self._start_at_output))
 
     def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward under no_sync: gradients stay local until the next synchronising backward pass."""
@@ -285,20 +286,6 @@ class _End:
 
     def __call__(self) -> None:
         self._reducer.finish()
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A call that keeps nothing alive: autograd graphs outlive modules at times, and a dropped wrapper must go at once,
-    hooks and all, on every rank alike, not when the garbage collector comes by.
-    """
-    ref = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        target = ref()
-        if target is not None:
-            target(*args)
-
-    return call
 
 
 def _remove(handles: list[Any]) -> None:

@@ -106,10 +106,9 @@ class ReducerMembers:
         self.transport.group = group
         self.backend.divisor = group.size()
 
-    def _set_logger(self, logger: Any) -> None:
+    def set_logger(self, logger: Any) -> None:
+        """Takes the logger that errors are noted in."""
         self.logger = logger
-
-    set_logger = _set_logger
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.logger.sample_rate = sample_rate

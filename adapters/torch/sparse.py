@@ -24,6 +24,11 @@ class SparseBucketStorage:
         self.context: dict[torch.Tensor, torch.Tensor] | None = None
         self._dense = False
 
+    def restart(self) -> None:
+        """Forgets what an earlier backward pass, ended by an exception, may have left packed."""
+        self.context = None
+        self._dense = False
+
     def gradient(self, position: int = 0) -> torch.Tensor | None:
         """Returns the gradient to pack."""
         param = self.params[position]

@@ -58,6 +58,12 @@ class BucketStorage:
         self._packed: set[int] = set()
         self._absent: set[int] = set()
 
+    def restart(self) -> None:
+        """Forgets what an earlier backward pass, ended by an exception, may have left packed."""
+        self.context = None
+        self._packed.clear()
+        self._absent.clear()
+
     def gradient(self, position: int) -> torch.Tensor | None:
         """Returns the gradient to pack."""
         param = self.params[position]
@@ -65,7 +71,7 @@ class BucketStorage:
 
     def pack_one(self, position: int, scale: float) -> None:
         """Packs one gradient at once and scales it."""
-        param, view = self.params[position], self.views[position]
+        view = self.views[position]
         with torch.no_grad():
             grad = self.gradient(position)
             if grad is None:
@@ -77,8 +83,7 @@ class BucketStorage:
                     view.copy_(grad)
             else:
                 torch.mul(grad, scale, out=view)
-            if self.as_views and grad is not None and not grad.requires_grad:
-                param.grad = view  # frees the gradient's own memory now rather than at the end of the backward pass
+            self._become_view(position, grad)
         self._packed.add(position)
 
     def pack_rest(self, scale: float) -> None:
@@ -98,8 +103,7 @@ class BucketStorage:
             elif not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
-                if self.as_views and self.context is None and not grad.requires_grad:
-                    self.params[i].grad = view
+                self._become_view(i, grad)
         if into:
             torch._foreach_copy_(into, copied)
         if scale != 1.0:
@@ -107,6 +111,11 @@ class BucketStorage:
                 self.flat.mul_(scale)
             else:
                 torch._foreach_mul_([self.views[i] for i in positions], scale)
+
+    def _become_view(self, position: int, grad: torch.Tensor | None) -> None:
+        """Frees the packed gradient's own memory now, not at the end of the pass, if `.grad` is to be a view."""
+        if self.as_views and self.context is None and grad is not None and not grad.requires_grad:
+            self.params[position].grad = self.views[position]
 
     def _mark_absent(self, position: int) -> None:
         """Packs a missing gradient as -0.0, which a sum leaves only if every rank packed it."""

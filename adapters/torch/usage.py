@@ -4,7 +4,7 @@ An iteration is what lies between two synchronising forwards; it may hold severa
 messages that name indices and flags are torch's, as users and their tests know them.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 
@@ -45,8 +45,10 @@ class Usage:
         self._find_unused = find_unused
         self.static = static
         self.known: list[int] | None = None
-        self._required = set(range(len(names))) - self._exempt
-        self._covered: set[int] = set()
+        # One object for the common case, in which every parameter is used: what is asked of it below is then free.
+        self._all = frozenset(range(len(names)))
+        self._required = self._all - self._exempt
+        self._covered: frozenset[int] = frozenset()
         self._counts: list[int] | None = None
         self._passes = 0
         self._shadow = False
@@ -63,7 +65,7 @@ class Usage:
     @property
     def is_asked(self) -> bool:
         """Whether ranks tell each other what they used; all ranks agree on this."""
-        return self.varies or (self.static and self.known is None)
+        return self.varies or self.needs_counts
 
     @property
     def needs_counts(self) -> bool:
@@ -83,14 +85,14 @@ class Usage:
     @property
     def never_changed(self) -> bool:
         """Whether all iterations used the same parameters."""
-        now = {frozenset(self._covered)} if self._passes and not self._shadow else set()
+        now = {self._covered} if self._passes and not self._shadow else set()
         return len(self._patterns | now) <= 1
 
-    def add(self, params: Iterable[int], counts: list[int] | None, shadow: bool = False) -> None:
+    def add(self, params: Sequence[int], counts: list[int] | None, shadow: bool = False) -> None:
         """Hears, at the end of a synchronising backward pass, who got a gradient.
 
         Args:
-            params: those with a gradient.
+            params: those with a gradient, each once.
             counts: on how many ranks each has one, if that was asked.
             shadow: this rank only took part with zeros, having joined.
 
@@ -99,13 +101,13 @@ class Usage:
         """
         self._passes += 1
         self._shadow |= shadow
-        params = set(params)
-        self._covered |= params
+        used = self._all if len(params) == len(self._all) else frozenset(params)
+        self._covered = used if used is self._all or not self._covered else self._covered | used
         if counts is not None:
             before = self._counts or [0] * len(counts)
             self._counts = [max(a, b) for a, b in zip(before, counts, strict=True)]
         if self._frozen:
-            more = sorted(params - self._required - self._exempt)
+            more = sorted(used - self._required - self._exempt)
             if more:
                 self._undeclared = more
                 raise UnusedParameterError(f"{_USED_MORE} Parameters: {', '.join(self._names[i] for i in more)}")
@@ -122,12 +124,12 @@ class Usage:
         if self.static:
             self.known = self.known or self._counts
             if not self._shadow and not self._frozen:
-                self._required = set(self._covered) - self._exempt
+                self._required = self._covered - self._exempt
                 self._frozen = True
         if not self._shadow:
-            self._patterns.add(frozenset(self._covered))
+            self._patterns.add(self._covered)
         self.iterations += 1
-        self._passes, self._covered, self._shadow = 0, set(), False
+        self._passes, self._covered, self._shadow = 0, frozenset(), False
 
     def require_covered(self, rank: int) -> None:
         """Raises UnusedParameterError if the iteration so far left out a parameter that it should have used."""
@@ -135,7 +137,7 @@ class Usage:
             raise UnusedParameterError(self._message(self._undeclared, f"{rank} in the first iteration"))
         if self.varies or not self._passes or self._shadow or (self.static and not self._frozen):
             return
-        missing = sorted(self._required - self._covered)
+        missing = sorted(self._required - self._covered) if self._covered is not self._all else []
         if missing:
             raise UnusedParameterError(self._message(missing, rank))
 

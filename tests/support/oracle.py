@@ -57,3 +57,11 @@ def assert_equals_oracle(module: nn.Module, expected: dict[str, torch.Tensor | N
         worst = (have.to(want.dtype) - want).abs().max().item() if want.numel() else 0.0
         limit = bound * want.abs().max().item() if want.numel() else 0.0
         assert worst <= limit or worst == 0.0, f"{name}: differs by {worst:g}, more than {limit:g}"
+
+
+def check_step(ddp: nn.Module, run: Callable[[nn.Module], Any], k: float | None = None) -> None:
+    """Runs `run` on the wrapper, from no gradients, and holds what it leaves against the oracle."""
+    ddp.zero_grad()
+    expected = oracle(ddp.module, run)
+    run(ddp)
+    assert_equals_oracle(ddp.module, expected, k)

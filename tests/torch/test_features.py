@@ -1,5 +1,6 @@
 """Features around the reduction: uneven inputs, mixed precision, delayed and skipped parameters, logging data."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import MLP, TwoHeads
-from support.oracle import assert_equals_oracle, mean_over_ranks, oracle
+from support.oracle import assert_equals_oracle, check_step, mean_over_ranks, oracle
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -163,6 +164,28 @@ def case_undefined(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
 def test_undefined_gradients_stay_none(world: Callable[[int], Any], options: dict[str, Any]) -> None:
     world(2).run(case_undefined, options=options)
+
+
+def case_used_under_no_sync(rank: int, world_size: int, mixed: bool) -> None:
+    """A static graph whose synchronising passes never use one head, which a pass under no_sync used."""
+    config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    ddp = DistributedDataParallel(TwoHeads(), static_graph=True, mixed_precision=config)
+    x = torch.randn(5, 8)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x, "l")["l"].sum().backward()
+
+    def run(m: nn.Module) -> None:
+        with m.no_sync() if isinstance(m, DistributedDataParallel) else contextlib.nullcontext():
+            m(x, "r")["r"].pow(2).sum().backward()
+        m(x, "l")["l"].pow(2).sum().backward()
+
+    check_step(ddp, run, 0.03 if mixed else None)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_from_no_sync_of_a_parameter_unused_later(world: Callable[[int], Any], mixed: bool) -> None:
+    world(2).run(case_used_under_no_sync, mixed=mixed)
 
 
 def case_logging(rank: int, world_size: int) -> dict[str, Any]:

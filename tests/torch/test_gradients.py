@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import MLP, Checkpointed, ConvNet, Mixed, TiedEmbedding, TwoHeads
-from support.oracle import assert_equals_oracle, oracle
+from support.oracle import assert_equals_oracle, check_step, oracle
 from torch import nn
 
 from unified_ddp.torch import DistributedDataParallel
@@ -146,10 +146,7 @@ def case_program(rank: int, world_size: int, program: str, options: dict[str, An
     ddp = DistributedDataParallel(MLP(), **options)
     for _ in range(3):
         x = torch.randn(5, 8)
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, x=x: run(m, x))
-        run(ddp, x)
-        assert_equals_oracle(ddp.module, expected)
+        check_step(ddp, lambda m, x=x: run(m, x))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -177,10 +174,7 @@ def case_unused(rank: int, world_size: int, options: dict[str, Any]) -> None:
     def run_both_use_one(m: nn.Module) -> None:
         m(x)["r"].pow(2).sum().backward()
 
-    ddp.zero_grad()
-    expected = oracle(ddp.module, run_both_use_one)
-    run_both_use_one(ddp)
-    assert_equals_oracle(ddp.module, expected)
+    check_step(ddp, run_both_use_one)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -262,10 +256,7 @@ def case_ranks_disagree_on_order(rank: int, world_size: int) -> list[str]:
     ddp = DistributedDataParallel(Order(), bucket_cap_mb=0.0001)
     for _ in range(3):
         x = torch.randn(5, 8)
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, x=x: backward(m, x))
-        backward(ddp, x)
-        assert_equals_oracle(ddp.module, expected)
+        check_step(ddp, lambda m, x=x: backward(m, x))
     return [ddp.plan.params[i].name for b in ddp.plan.buckets for i in b.params]
 
 
@@ -279,10 +270,7 @@ def case_evaluation_between(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(ConvNet())
     for i in range(3):
         x = torch.randn(5, 64)
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, x=x: backward(m, x))
-        backward(ddp, x)
-        assert_equals_oracle(ddp.module, expected)
+        check_step(ddp, lambda m, x=x: backward(m, x))
         ddp.eval()
         with torch.no_grad():
             ddp(x)
@@ -296,15 +284,6 @@ def test_evaluation_between_steps(world: Callable[[int], Any]) -> None:
 
 
 def case_exception_in_backward(rank: int, world_size: int, view: bool) -> str | None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise KeyError("user error")
-
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0001, gradient_as_bucket_view=view)
     x = torch.randn(5, 8)
     backward(ddp, x)
@@ -318,10 +297,7 @@ def case_exception_in_backward(rank: int, world_size: int, view: bool) -> str | 
         with pytest.raises(RuntimeError, match=r"head\.weight") as caught:
             ddp(x)
         message = str(caught.value)
-    ddp.zero_grad()
-    expected = oracle(ddp.module, lambda m: backward(m, x))
-    backward(ddp, x)
-    assert_equals_oracle(ddp.module, expected)
+    check_step(ddp, lambda m: backward(m, x))
     return message
 
 
@@ -331,6 +307,42 @@ def test_an_exception_in_backward(world: Callable[[int], Any], view: bool) -> No
         assert (message is not None) == view
         if message:
             assert "zero_grad()" in message
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("user error")
+
+
+class LargeHead(nn.Module):
+    """A head whose gradient is packed as soon as it comes, over a body that shares its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 8192)
+
+    def forward(self, x: torch.Tensor, use_head: bool = True, fail: bool = False) -> torch.Tensor:
+        h = torch.tanh(self.body(x))
+        h = Fails.apply(h) if fail else h
+        return self.head(h) if use_head else h
+
+
+def case_packed_before_an_exception(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(LargeHead(), find_unused_parameters=True)
+    x = torch.randn(5, 8)
+    with pytest.raises(KeyError):
+        ddp(x, fail=True).sum().backward()
+    check_step(ddp, lambda m: m(x, use_head=rank == 1).pow(2).sum().backward())
+
+
+def test_what_an_exception_left_packed_is_not_reduced_later(world: Callable[[int], Any]) -> None:
+    world(2).run(case_packed_before_an_exception)
 
 
 def case_autograd_grad(rank: int, world_size: int) -> None:

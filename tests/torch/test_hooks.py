@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import MLP, TiedEmbedding
-from support.oracle import assert_equals_oracle, oracle
+from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 
 from unified_ddp.torch import DistributedDataParallel
@@ -54,10 +54,7 @@ def case_hook(rank: int, world_size: int, hook: str, view: bool) -> None:
     ddp.register_comm_hook(state, function)
     for _ in range(3):
         x = torch.randn(5, 8)
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, x=x: backward(m, x))
-        backward(ddp, x)
-        assert_equals_oracle(ddp.module, expected, k)
+        check_step(ddp, lambda m, x=x: backward(m, x), k)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -73,10 +70,7 @@ def case_power_sgd(rank: int, world_size: int) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(4):
         x = torch.randn(32, 8)
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, x=x: backward(m, x))
-        backward(ddp, x)
-        assert_equals_oracle(ddp.module, expected, 1e-3)
+        check_step(ddp, lambda m, x=x: backward(m, x), 1e-3)
 
 
 def test_power_sgd(world: Callable[[int], Any]) -> None:
@@ -187,10 +181,7 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
     x = torch.randn(5, 8)
     with pytest.raises((KeyError, TypeError, ValueError)) as caught:
         backward(ddp, x)
-    ddp.zero_grad()
-    expected = oracle(ddp.module, lambda m: backward(m, x))
-    backward(ddp, x)
-    assert_equals_oracle(ddp.module, expected)
+    check_step(ddp, lambda m: backward(m, x))
     return str(caught.value)
 
 

@@ -1,0 +1,23 @@
+"""Calls that keep nothing alive, for callers that would: native code and autograd graphs."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["weak_call"]
+
+
+def weak_call(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns a callable that calls the bound `method` while its object lives, and then does nothing.
+
+    Native code is invisible to the garbage collector, and autograd graphs outlive modules at times: neither may own
+    what it calls. A dropped wrapper must go at once, hooks and all, on every rank alike, not when the collector comes.
+    """
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        target = ref()
+        if target is not None:
+            target(*args)
+
+    return call
