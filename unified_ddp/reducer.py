@@ -39,6 +39,9 @@ class Backend(Protocol):
     def unpack(self, bucket: int, reduced: Any) -> None:
         """Makes the reduced storage the parameters' gradients."""
 
+    def failure(self, bucket: int, error: RuntimeError) -> Exception:
+        """Returns the error to raise for a reduction that failed with `error`: it names parameters and ranks."""
+
 
 class Reducer:
     """Reduces the buckets of one plan, one synchronising backward pass after the other.
@@ -132,11 +135,18 @@ class Reducer:
             self._readiness.flush()
             self._backend.all_launched()
             for bucket in range(len(self._in_flight)):
-                self._backend.unpack(bucket, self._in_flight.popleft().result())
+                self._backend.unpack(bucket, self.wait(bucket, self._in_flight.popleft()))
             self._readiness.end()
         except BaseException:
             self.abort()
             raise
+
+    def wait(self, bucket: int, reduction: Reduction) -> Any:
+        """Waits for a bucket's reduction and returns the reduced storage; a failure is named by the backend."""
+        try:
+            return reduction.result()
+        except RuntimeError as error:
+            raise self._backend.failure(bucket, error) from error
 
     def abort(self) -> None:
         """Gives the current backward pass up. Reductions under way are waited for, their results and errors dropped."""

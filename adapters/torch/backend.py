@@ -10,6 +10,7 @@ from unified_ddp.reducer import Reduction
 from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
 from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
+from unified_ddp.torch.progress import Progress, shortened
 from unified_ddp.torch.sparse import SparseBucketStorage
 from unified_ddp.torch.storage import BucketStorage
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -30,6 +31,8 @@ class TorchBackend:
         as_views: gradient_as_bucket_view.
         skip_unused: leave out buckets that no rank used.
         mixed: casts for the reduction, if mixed precision is asked for.
+        names: of the parameters.
+        progress: names the pass in errors.
     """
 
     def __init__(
@@ -39,7 +42,12 @@ class TorchBackend:
         as_views: bool,
         skip_unused: bool = False,
         mixed: MixedPrecision | None = None,
+        *,
+        names: Sequence[str],
+        progress: Progress,
     ) -> None:
+        self.names = list(names)
+        self.progress = progress
         self.params = list(params)
         self.transport = transport
         self.as_views = as_views
@@ -89,7 +97,8 @@ class TorchBackend:
             storage.restart()
         if self._join_work is not None:
             # Ranks that have not joined sum ones; the result is ready before the first gradient is packed.
-            self._join_work.wait()
+            with self.progress.waiting(self.progress.pass_name, "the count of ranks with inputs"):
+                self._join_work.wait()
             self.divisor = int(self._join_work.result()[0].item())
             self._join_work = None
 
@@ -149,8 +158,16 @@ class TorchBackend:
             self.on_first_launch()
         self.launched += 1
         if self.comm_hook is not None:
-            return self.comm_hook(bucket)
+            try:
+                return self.comm_hook(bucket)
+            except RuntimeError as error:
+                raise self.failure(bucket.index(), error) from error
         return WorkReduction(self.transport.all_reduce(bucket.buffer()), bucket.buffer())
+
+    def _wait_for_usage(self) -> None:
+        assert self._counts is not None
+        with self.progress.waiting(self.progress.pass_name, "the exchange of used parameters"):
+            self._counts[1].wait()
 
     def _is_skipped(self, storage: BucketStorage | SparseBucketStorage, here: bool = True) -> bool:
         # A bucket with a gradient expected here is launched at once; the others wait for the end of the backward
@@ -171,11 +188,18 @@ class TorchBackend:
         storage = self.storages[bucket]
         storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
 
+    def failure(self, bucket: int, error: RuntimeError) -> Exception:
+        """Returns the error that names the bucket, its parameters and the ranks that did not arrive."""
+        what = "comm hook" if self.comm_hook is not None else "all-reduce"
+        names = [self.names[i] for i in self.storages[bucket].spec.params]
+        detail = f"the {what} of bucket {bucket} ({shortened(names)})"
+        return self.progress.failure(self.progress.pass_name, detail, error)
+
     def finished(self, need_counts: bool = False) -> list[int] | None:
         """Ends a backward pass. Returns on how many ranks each parameter was used, if that was asked and is needed."""
         counts = self.usage() if need_counts and self._counts is not None else None
         if self._counts is not None:
-            self._counts[1].wait()
+            self._wait_for_usage()
             self.last_counts = self._counts[0]
         self._used = self._counts = self._host_counts = None
         for storage in self.storages:
@@ -199,7 +223,7 @@ class TorchBackend:
     def usage(self) -> list[int]:
         """Returns, once the exchange was started, on how many ranks each parameter was used."""
         if self._host_counts is None:
+            self._wait_for_usage()
             assert self._counts is not None
-            self._counts[1].wait()
             self._host_counts = self._counts[0].tolist()
         return self._host_counts

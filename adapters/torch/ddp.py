@@ -23,6 +23,7 @@ from unified_ddp.torch.join import DDPJoinHook
 from unified_ddp.torch.logging_data import DDPLogger, module_facts
 from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
 
@@ -132,6 +133,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self._ddp_sink_clone = True
         self._divide_by_initial_world_size = True
         self._assign_modules_buffers()
+        self._join_group()
         if init_sync:
             self._init_sync(init_sync_buffers)
         self._make_reducer()
@@ -144,18 +146,21 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             "sync buffers at construction": init_sync_buffers,
             "bucket caps in bytes": [self._caps.largest, *self._caps.per_bucket],
         }
-        check_construction(self._transport(), describe(self.module, self.parameters_to_ignore, options))
-        _sync_module_states(
-            module=self.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
-            params_and_buffers_to_ignore=self.parameters_to_ignore,
-            broadcast_buffers=init_sync_buffers,
-        )
+        with self._progress.waiting("construction of DistributedDataParallel", "the comparison of models"):
+            check_construction(self._transport, describe(self.module, self.parameters_to_ignore, options))
+        with self._progress.waiting("construction of DistributedDataParallel", "the broadcast of rank 0's state"):
+            _sync_module_states(
+                module=self.module,
+                process_group=self.process_group,
+                broadcast_bucket_size=self.broadcast_bucket_size,
+                src=0,
+                params_and_buffers_to_ignore=self.parameters_to_ignore,
+                broadcast_buffers=init_sync_buffers,
+            )
 
-    def _transport(self) -> ProcessGroupTransport:
-        return ProcessGroupTransport(self.process_group, self.device)
+    def _join_group(self) -> None:
+        self._transport = ProcessGroupTransport(self.process_group, self.device)
+        self._progress = Progress(self._transport)
 
     def _make_reducer(self) -> None:
         """Builds the reducer of the module as it is now; construction, unpickling and deepcopy end here."""
@@ -163,7 +168,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self._mixed = self._make_mixed_precision()
         self.reducer = GradientReducer(
             self._reduced_parameters(),
-            self._transport(),
+            self._transport,
             ReducerOptions(
                 initial_caps=self._caps.initial(self.static_graph, self.find_unused_parameters),
                 rebuilt_caps=self._caps.rebuilt(),
@@ -175,6 +180,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
                 delayed=self._delayed_names,
             ),
             self._mixed,
+            progress=self._progress,
         )
         self.logger = DDPLogger(self.reducer)
         self.reducer.set_logger(self.logger)
@@ -224,6 +230,8 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             self._lazy_init()
         grads = torch.is_grad_enabled()
         with self.reducer.errors_logged():
+            if grads:
+                self._progress.forward(self.require_backward_grad_sync)
             if grads and self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
                 self.reducer.prepare_for_forward()
@@ -233,7 +241,8 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             if grads and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
+            with self._progress.waiting(self._progress.forward_name, "the sync of buffers"):
+                self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
@@ -303,7 +312,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_mixed"):
+        for name in ("process_group", "reducer", "logger", "_mixed", "_transport", "_progress"):
             del attrs[name]
         return attrs
 
@@ -313,6 +322,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         # the optimizers to step in the backward pass belong to the copy's parameters
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
+        self._join_group()
         self._make_reducer()
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:

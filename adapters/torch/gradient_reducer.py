@@ -21,6 +21,7 @@ from unified_ddp.torch import _engine, distributed_autograd, timing
 from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
 from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
 from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
@@ -53,6 +54,7 @@ class GradientReducer(ReducerMembers):
         transport: the ranks.
         options: see there.
         mixed: lowers and restores the parameters, if mixed precision is asked for.
+        progress: names iterations and ranks in errors.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class GradientReducer(ReducerMembers):
         transport: ProcessGroupTransport,
         options: ReducerOptions,
         mixed: MixedPrecision | None = None,
+        *,
+        progress: Progress,
     ) -> None:
         self.names = list(params)
+        self.progress = progress
         self.params = [p for p, _ in params.values()]
         self.transport = transport
         self.options = options
@@ -73,7 +78,15 @@ class GradientReducer(ReducerMembers):
         self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
         self.usage = Usage(self.names, self._delayed, find_unused=options.find_unused, static=options.static_graph)
         plan = initial_plan(self._specs, options.initial_caps, self._delayed)
-        self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused, mixed)
+        self.backend = TorchBackend(
+            self.params,
+            transport,
+            options.as_views,
+            options.skip_unused,
+            mixed,
+            names=self.names,
+            progress=progress,
+        )
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
@@ -149,7 +162,8 @@ class GradientReducer(ReducerMembers):
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
         if self.rebuilt or self._observed is None or self.usage.varies:
             return False
-        order = self.transport.broadcast_ints(self._observed)
+        with self.progress.waiting(self.progress.forward_name, "rank 0's order of buckets"):
+            order = self.transport.broadcast_ints(self._observed)
         plan = rebuilt_plan(self._specs, self.options.rebuilt_caps, order, self._delayed)
         self.core.rebucket(plan)
         self.backend.adopt(plan)
@@ -179,6 +193,7 @@ class GradientReducer(ReducerMembers):
                 return
             self._give_up()
         self.timer.mark(timing.BACKWARD_START)
+        self.progress.backwards += 1
         end = _End(self)
         self._ends = weakref.ref(end)
         _engine.at_backward_end(end)
@@ -212,6 +227,7 @@ class GradientReducer(ReducerMembers):
         self.timer.mark(timing.BACKWARD_END)
         if not self.core.seen_count and not self.options.find_unused:
             self.core.abort()  # torch.autograd.grad through an output: it leaves every .grad alone
+            self.progress.backwards -= 1
             return
         self.last_order = self.core.ready_order
         if self._context is not None:
@@ -244,6 +260,7 @@ class GradientReducer(ReducerMembers):
 
     def shadow_backward(self) -> None:
         """Takes part in the ranks' reductions with zeros: this rank has no more inputs (see `join`)."""
+        self.progress.backwards += 1
         self.backend.start_step()
         self.last_order = ()
         nobody = [False] * len(self.params)
@@ -253,8 +270,8 @@ class GradientReducer(ReducerMembers):
         if self.usage.is_asked and not self.options.skip_unused:
             self.backend.report_usage(nobody)
         self.backend.all_launched()
-        for reduction in pending:
-            reduction.result()
+        for bucket, reduction in enumerate(pending):
+            self.core.wait(bucket, reduction)
         self._after_reduction(shadow=True)
 
     # --- a backward pass that an exception ended

@@ -50,6 +50,9 @@ class FakeBackend:
         assert reduced == f"reduced {bucket}"
         self.say("unpack", bucket)
 
+    def failure(self, bucket: int, error: RuntimeError) -> Exception:
+        return ConnectionError(f"bucket {bucket}: {error}")
+
 
 PARAMS = [ParamSpec(f"p{i}", [1], "float32") for i in range(6)]
 PLAN = plan_in_ready_order(PARAMS, [8])  # buckets (5, 4), (3, 2), (1, 0)
