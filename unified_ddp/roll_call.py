@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign"]
+__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign", "ranks_text"]
 
 GRACE_SECONDS = 5.0
 """How long the other ranks' signs are waited for; ranks that wait in one collective fail within moments."""
@@ -105,10 +105,7 @@ class RollCall:
     def explain(self, mine: Sign, signs: dict[int, Sign | None]) -> str:
         """Returns the message: what failed on this rank, which ranks did not arrive, and what each is known to do."""
         away = [r for r, sign in signs.items() if sign is None or sign.phase != mine.phase]
-        if away:
-            why = f", and {ranks_text(away)} did not arrive there"
-        else:
-            why = ", though every rank arrived there"
+        why = f", and {ranks_text(away)} did not arrive there" if away else ", though every rank arrived there"
         lines = [f"{mine.phase}, {mine.detail}, failed on rank {self._rank}{why}."]
         lines.append(f"rank {self._rank} was here {mine.state}: {mine.error}")
         for rank, sign in signs.items():
@@ -119,8 +116,9 @@ class RollCall:
             elif sign.phase == mine.phase:
                 lines.append(f"rank {rank} waited for the same: {sign.detail}")
             else:
-                age = max(mine.at - sign.at, 0.0)
-                lines.append(f"rank {rank}, {age:.1f} s before, was in {sign.phase} ({sign.detail}) {sign.state}: {sign.error}")
+                when = f"{max(mine.at - sign.at, 0.0):.1f} s before"
+                where = f"{sign.phase} ({sign.detail}) {sign.state}"
+                lines.append(f"rank {rank}, {when}, was in {where}: {sign.error}")
         lines.append(
             "Every rank must run the same synchronising forwards and backward passes: look for an exception, a skipped "
             "step, no_sync on some ranks only, a shorter data set (see join), or work longer than the timeout on the "

@@ -220,6 +220,11 @@ class TorchBackend:
             return {position for position, param in unused if not self.has_gradient(param)}
         return set()
 
+    @property
+    def lent(self) -> list[int]:
+        """Parameters without a gradient here that got one from other ranks in the last backward pass."""
+        return [storage.spec.params[position] for storage in self.storages for position in storage.lent]
+
     def usage(self) -> list[int]:
         """Returns, once the exchange was started, on how many ranks each parameter was used."""
         if self._host_counts is None:

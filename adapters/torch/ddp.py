@@ -1,6 +1,7 @@
 """DistributedDataParallel over our own reducer."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +24,11 @@ from unified_ddp.torch.join import DDPJoinHook
 from unified_ddp.torch.logging_data import DDPLogger, module_facts
 from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.module_watch import ModuleWatch
 from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
+from unified_ddp.weak import weak_call
 
 __all__ = ["DistributedDataParallel"]
 
@@ -100,8 +103,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         if mesh is not None:
             self.device_mesh = mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        opts.check_parameters(self._module_parameters)
+        self._take_parameters(module)
         placement = opts.Placement.of(self._module_parameters, device_ids, output_device)
         self.is_multi_device_module = placement.multi_device
         self.device_type, self.device = placement.device.type, placement.device
@@ -127,6 +129,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self.bucket_bytes_cap_list = list(caps.per_bucket)
         self.bucket_bytes_cap_default = caps.is_default
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._accum_grad_hooks: list[Any] = []
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
@@ -134,9 +137,14 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self._divide_by_initial_world_size = True
         self._assign_modules_buffers()
         self._join_group()
+        self._init_sync_buffers = init_sync_buffers if init_sync else None
         if init_sync:
             self._init_sync(init_sync_buffers)
         self._make_reducer()
+
+    def _take_parameters(self, module: nn.Module) -> None:
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        opts.check_parameters(self._module_parameters)
 
     def _init_sync(self, init_sync_buffers: bool) -> None:
         options = {
@@ -146,9 +154,10 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             "sync buffers at construction": init_sync_buffers,
             "bucket caps in bytes": [self._caps.largest, *self._caps.per_bucket],
         }
-        with self._progress.waiting("construction of DistributedDataParallel", "the comparison of models"):
+        phase = "construction of DistributedDataParallel"
+        with self._progress.waiting(phase, "the comparison of models"):
             check_construction(self._transport, describe(self.module, self.parameters_to_ignore, options))
-        with self._progress.waiting("construction of DistributedDataParallel", "the broadcast of rank 0's state"):
+        with self._progress.waiting(phase, "the broadcast of rank 0's state"):
             _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
@@ -193,6 +202,36 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         )
         for hook, state in self._comm_hooks:
             self._use_hook(CommHook(hook, state))
+        if self._builtin_hook is not None:
+            self._register_builtin_comm_hook(self._builtin_hook)
+        self.reducer.on_unreduced = weak_call(self._warn_unreduced)
+        self._warned_unreduced = False
+        reduced = self.reducer.params
+        self._watch = ModuleWatch(self.module, reduced, self.parameters_to_ignore, self._mixed is not None)
+
+    def _follow_module(self) -> None:
+        """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""
+        if self._mixed is not None:
+            self._mixed.restore()
+        self._take_parameters(self.module)
+        self._assign_modules_buffers()
+        self.reducer.remove_hooks()
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
+        if self._init_sync_buffers is not None:
+            self._init_sync(self._init_sync_buffers)
+        self._make_reducer()
+
+    def _warn_unreduced(self) -> None:
+        if self._warned_unreduced or not self.require_backward_grad_sync:
+            return
+        self._warned_unreduced = True
+        warnings.warn(
+            "a backward pass reached parameters of this DistributedDataParallel without passing an output of it, and "
+            "its gradients were not reduced: they differ between ranks. Call the wrapper, not wrapper.module; or pass "
+            "an output through the loss; or, if gradients are to stay local, use no_sync().",
+            stacklevel=2,
+        )
 
     def _make_mixed_precision(self) -> MixedPrecision | None:
         if self.mixed_precision is None:
@@ -226,13 +265,18 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._watch.changed():
+            self._follow_module()
         if not self._lazy_init_ran:
             self._lazy_init()
         grads = torch.is_grad_enabled()
+        sync = grads and self.require_backward_grad_sync
         with self.reducer.errors_logged():
             if grads:
                 self._progress.forward(self.require_backward_grad_sync)
-            if grads and self.require_backward_grad_sync:
+                if dist.get_debug_level() == dist.DebugLevel.DETAIL and not self._join_config.enable:
+                    self._progress.compare_no_sync(self.require_backward_grad_sync)
+            if sync:
                 self.logger.set_runtime_stats_and_log()
                 self.reducer.prepare_for_forward()
             work = Join.notify_join_context(self)
@@ -312,7 +356,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_mixed", "_transport", "_progress"):
+        for name in ("process_group", "reducer", "logger", "_mixed", "_transport", "_progress", "_watch"):
             del attrs[name]
         return attrs
 

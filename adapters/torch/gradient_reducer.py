@@ -7,22 +7,22 @@ pass. In between buckets are launched as they fill.
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import ReductionError, UnusedParameterError
 from unified_ddp.plan import BucketPlan
 from unified_ddp.reducer import Phase, Reducer
 from unified_ddp.torch import _engine, distributed_autograd, timing
 from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
 from unified_ddp.torch.mixed_precision import MixedPrecision
-from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
+from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -44,6 +44,9 @@ class ReducerOptions:
     static_graph: bool
     skip_unused: bool = False
     delayed: frozenset[str] = frozenset()
+
+
+_live: "weakref.WeakSet[GradientReducer]" = weakref.WeakSet()
 
 
 class GradientReducer(ReducerMembers):
@@ -95,6 +98,11 @@ class GradientReducer(ReducerMembers):
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
         self._ends: weakref.ref[_End] | None = None
+        self._expecting = False
+        self._in_doubt = False
+        self.on_unreduced: Callable[[], None] = lambda: None
+        """Called when gradients come outside a synchronising backward pass, and no no_sync was asked for."""
+        self.core.arm()
         self._node_handles: list[Any] = []
         self._forward_context: int | None = None
         self._context: int | None = None
@@ -104,6 +112,7 @@ class GradientReducer(ReducerMembers):
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
         handles = [p.register_post_accumulate_grad_hook(self.core.hook(i)) for i, p in enumerate(self.params)]
         self.remove_hooks = weakref.finalize(self, _remove, handles)
+        _live.add(self)
 
     @property
     def plan(self) -> BucketPlan:
@@ -134,11 +143,30 @@ class GradientReducer(ReducerMembers):
 
         Raises:
             UnusedParameterError: it left parameters without a gradient that should have one.
-            ReductionError: an exception ended its backward pass, and gradients half reduced are still there.
+            ReductionError: an exception ended its backward pass, and gradients half reduced are still there, or it
+                ended so on other ranks only.
         """
         if self._left_by_exception():
             self._give_up()
-        self.usage.next_iteration(self.transport.rank)
+        self._agree_after_exception()
+        try:
+            self.usage.next_iteration(self.transport.rank)
+        except UnusedParameterError as error:
+            raise UnusedParameterError(f"{error}{self._other_ranks(error)}") from None
+
+    def _other_ranks(self, error: UnusedParameterError) -> str:
+        """Tells the other ranks what this one left unused, and returns what they say of themselves."""
+        phase = f"the check of used parameters in {self.progress.forward_name}"
+        self.progress.leave_sign(phase, "before anything was exchanged", error)
+        lines = []
+        for rank, sign in self.progress.other_signs().items():
+            if sign is not None and sign.phase == phase:
+                lines += [line for line in sign.error.splitlines() if f"grad for rank {rank}: " in line][-1:]
+            else:
+                lines.append(
+                    f"Rank {rank} raised no such error: it had a gradient for every parameter, or is elsewhere"
+                )
+        return "".join(f"\n{line}" for line in lines)
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Arms: the next backward pass through `outputs` is a synchronising one."""
@@ -148,6 +176,7 @@ class GradientReducer(ReducerMembers):
                 self._node_handles = distributed_autograd.hook_nodes(self._nodes, weak_call(self._node_ran))
                 weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
+        self._expecting = True
         self._rearm = False
         _engine.at_backward_start(outputs, weak_call(self._start_at_output))
 
@@ -176,10 +205,20 @@ class GradientReducer(ReducerMembers):
         self._start()
 
     def _start_at_parameter(self) -> None:
+        if not self._expecting:
+            self._arrived_unreduced()
+            return
         # Inside a reentrant backward pass the end may come before the outer one has reached every parameter; what
         # comes then is reduced in another go.
         self._rearm = True
         self._start()
+
+    def _arrived_unreduced(self) -> None:
+        self.core.arm(False)
+        mine = set(self.params)
+        # another wrapper of the same module may be the one that reduces them
+        if all(mine.isdisjoint(other.params) for other in _live if other is not self):
+            self.on_unreduced()
 
     def _node_ran(self, param: int) -> None:
         # in an ordinary backward pass the parameter's own hook has been here before
@@ -192,6 +231,7 @@ class GradientReducer(ReducerMembers):
             if not self._left_by_exception():
                 return
             self._give_up()
+        self._agree_after_exception()
         self.timer.mark(timing.BACKWARD_START)
         self.progress.backwards += 1
         end = _End(self)
@@ -238,7 +278,9 @@ class GradientReducer(ReducerMembers):
             used = [self.core.touched(i) and self.backend.has_gradient(i) for i in range(len(self.params))]
             self.backend.report_usage(used)
         self.backend.known_usage = self.usage.known
+        self._in_doubt = True
         self.core.finish()
+        self._in_doubt = False
         self._after_reduction()
 
     def _after_reduction(self, shadow: bool = False) -> None:
@@ -251,12 +293,15 @@ class GradientReducer(ReducerMembers):
         self.buckets_reduced = self.backend.launched
         counts = self.backend.finished(self.usage.needs_counts)
         if self.core.seen_count:
-            self.core.arm(self._rearm)
+            self._expecting = self._rearm
         # As torch's class, which observes a static graph from the second iteration on: the same buckets, the same bits.
         if self._observed is None and (self.usage.iterations or not self.usage.static):
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
-        self.usage.add(self.last_order, counts, shadow)
+        self.usage.add(self.last_order, counts, shadow, self._incomplete)
+
+    def _incomplete(self) -> tuple[list[int], list[int]]:
+        return [i for i, p in enumerate(self.params) if not p.requires_grad], self.backend.lent
 
     def shadow_backward(self) -> None:
         """Takes part in the ranks' reductions with zeros: this rank has no more inputs (see `join`)."""
@@ -280,7 +325,27 @@ class GradientReducer(ReducerMembers):
         """Autograd drops its callbacks, and with them our end, when a backward pass raises."""
         return self.core.phase is Phase.ACTIVE and (self._ends is None or self._ends() is None)
 
+    def _agree_after_exception(self) -> None:
+        """Makes sure that all ranks gave up the same backward pass at the same point, or none.
+
+        Otherwise the collectives of this rank's next pass would meet those of another rank's last.
+        """
+        if not self._in_doubt or self.transport.world_size == 1:
+            return
+        self._in_doubt = False
+        mine = self.progress.backwards << 32 | self.backend.launched
+        phase = "the agreement of ranks after an exception in a backward pass"
+        with self.progress.waiting(phase, f"given up: {self.progress.pass_name}"):
+            every = self.transport.all_gather_ints(mine)
+        if len(set(every)) > 1:
+            points = [f"rank {r}: pass {e >> 32} after {e & 0xFFFFFFFF} buckets" for r, e in enumerate(every)]
+            raise ReductionError(
+                "an exception ended synchronising backward passes at different points of the ranks, so that their "
+                f"gradients no longer match: {'; '.join(points)}. Start again from a checkpoint"
+            )
+
     def _give_up(self) -> None:
+        self._in_doubt = True
         launched = self.core.launched
         self.core.abort()
         self.backend.finished()

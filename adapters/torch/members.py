@@ -5,10 +5,12 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
+from unified_ddp.torch.buffers import broadcast_buffers
 from unified_ddp.torch.hooks import CommHook, builtin_hook
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ class DDPMembers:
         static_graph: bool
         find_unused_parameters: bool
         gradient_as_bucket_view: bool
+        parameters_to_ignore: set[str]
+        broadcast_bucket_size: int
+        modules_buffers: list[torch.Tensor]
+        _builtin_hook: dist.BuiltinCommHookType | None
         _module_parameters: list[nn.Parameter]
         _use_hook: Callable[[CommHook], None]
         _reduced_parameters: Callable[[], dict[str, tuple[nn.Parameter, bool]]]
@@ -58,6 +64,7 @@ class DDPMembers:
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Registers one of torch's built-in comm hooks, ALLREDUCE or FP16_COMPRESS."""
         self.reducer.register_comm_hook(builtin_hook(comm_hook_type, self.process_group))
+        self._builtin_hook = comm_hook_type
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _set_static_graph(self) -> None:
@@ -79,6 +86,18 @@ class DDPMembers:
                 "these unused parameters will not change during training loop while calling `_set_static_graph`.",
                 stacklevel=2,
             )
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Gives all ranks the buffers of one; a backward pass that still needs old values keeps them."""
+        broadcast_buffers(
+            self.process_group,
+            self.module,
+            self.modules_buffers if bufs is None else bufs,
+            self.broadcast_bucket_size if bucket_size is None else bucket_size,
+            authoritative_rank,
+        )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Trains on with other ranks; buckets are rebuilt. Comm hooks with groups of their own are the caller's."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from unified_ddp.errors import ReductionError, UnifiedDDPError
-from unified_ddp.roll_call import RollCall, Sign
+from unified_ddp.roll_call import RollCall, Sign, ranks_text
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["GroupStore", "Progress", "shortened"]
@@ -45,7 +45,7 @@ class Progress:
         self.forwards = 0
         self.local_forwards = 0
         self.backwards = 0
-        self._since = time.time()
+        self._since = self._started = time.time()
 
     def forward(self, sync: bool) -> None:
         """Counts a forward that records gradients."""
@@ -53,7 +53,7 @@ class Progress:
             self.forwards += 1
         else:
             self.local_forwards += 1
-        self._since = time.time()
+        self._since, self._started = self._started, time.time()
 
     @property
     def pass_name(self) -> str:
@@ -72,6 +72,24 @@ class Progress:
             "synchronising backward passes"
         )
 
+    def compare_no_sync(self, sync: bool) -> None:
+        """Costs a collective: makes sure that all ranks agree whether this forward is a synchronising one.
+
+        Raises:
+            ReductionError: they do not; on every rank.
+        """
+        phase = f"the comparison of no_sync in forward {self.forwards + self.local_forwards}"
+        with self.waiting(phase, "synchronising" if sync else "under no_sync"):
+            every = self._transport.all_gather_ints(int(sync))
+        syncing = [r for r, answer in enumerate(every) if answer]
+        local = [r for r, answer in enumerate(every) if not answer]
+        if syncing and local:
+            raise ReductionError(
+                f"ranks disagree on no_sync in forward {self.forwards + self.local_forwards}: it is synchronising on "
+                f"{ranks_text(syncing)} and under no_sync on {ranks_text(local)}. Enter and leave no_sync in the same "
+                "iterations on every rank"
+            )
+
     def leave_sign(self, phase: str, detail: str, error: Exception) -> Sign:
         """Tells the other ranks, should they ask, what this one met."""
         sign = Sign(phase, detail, self._state, f"{type(error).__name__}: {error}", time.time())
@@ -80,7 +98,7 @@ class Progress:
         return sign
 
     def other_signs(self) -> dict[int, Sign | None]:
-        """Returns what the other ranks left since this iteration began; waits a few seconds for them."""
+        """Returns what the other ranks left since the iteration before; waits a few seconds for them."""
         call = self._roll_call()
         return {} if call is None else call.read(self._since)
 

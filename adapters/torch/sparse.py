@@ -23,6 +23,7 @@ class SparseBucketStorage:
         self.flat = self._empty()
         self.context: dict[torch.Tensor, torch.Tensor] | None = None
         self._dense = False
+        self.lent: set[int] = set()
 
     def restart(self) -> None:
         """Forgets what an earlier backward pass, ended by an exception, may have left packed."""

@@ -57,12 +57,15 @@ class BucketStorage:
         self.context: dict[torch.Tensor, torch.Tensor] | None = None
         self._packed: set[int] = set()
         self._absent: set[int] = set()
+        self.lent: set[int] = set()
+        """Positions without a gradient here that got one from other ranks in the last backward pass."""
 
     def restart(self) -> None:
         """Forgets what an earlier backward pass, ended by an exception, may have left packed."""
         self.context = None
         self._packed.clear()
         self._absent.clear()
+        self.lent = set()
 
     def gradient(self, position: int) -> torch.Tensor | None:
         """Returns the gradient to pack."""
@@ -125,7 +128,9 @@ class BucketStorage:
     def _absent_everywhere(self, views: Sequence[torch.Tensor]) -> set[int]:
         """Returns the positions without a gradient on any rank, and forgets which had none here."""
         absent, self._absent = self._absent, set()
-        return {i for i in absent if _all_negative_zero(views[i])}
+        nowhere = {i for i in absent if _all_negative_zero(views[i])}
+        self.lent = absent - nowhere
+        return nowhere
 
     def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
         """Makes `reduced` the gradients.

@@ -4,7 +4,7 @@ An iteration is what lies between two synchronising forwards; it may hold severa
 messages that name indices and flags are torch's, as users and their tests know them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -49,6 +49,8 @@ class Usage:
         self._all = frozenset(range(len(names)))
         self._required = self._all - self._exempt
         self._covered: frozenset[int] = frozenset()
+        self._excused: set[int] = set()
+        self._lent: set[int] = set()
         self._counts: list[int] | None = None
         self._passes = 0
         self._shadow = False
@@ -88,13 +90,21 @@ class Usage:
         now = {self._covered} if self._passes and not self._shadow else set()
         return len(self._patterns | now) <= 1
 
-    def add(self, params: Sequence[int], counts: list[int] | None, shadow: bool = False) -> None:
+    def add(
+        self,
+        params: Sequence[int],
+        counts: list[int] | None,
+        shadow: bool = False,
+        incomplete: Callable[[], tuple[Iterable[int], Iterable[int]]] = lambda: ((), ()),
+    ) -> None:
         """Hears, at the end of a synchronising backward pass, who got a gradient.
 
         Args:
             params: those with a gradient, each once.
             counts: on how many ranks each has one, if that was asked.
             shadow: this rank only took part with zeros, having joined.
+            incomplete: tells, if some got none, which parameters do not ask for one now, and for which of them other
+                ranks had one.
 
         Raises:
             UnusedParameterError: the graph is static, and more is used than in its first iteration.
@@ -103,6 +113,10 @@ class Usage:
         self._shadow |= shadow
         used = self._all if len(params) == len(self._all) else frozenset(params)
         self._covered = used if used is self._all or not self._covered else self._covered | used
+        if self._covered is not self._all:
+            frozen, lent = incomplete()
+            self._excused.update(frozen)
+            self._lent.update(lent)
         if counts is not None:
             before = self._counts or [0] * len(counts)
             self._counts = [max(a, b) for a, b in zip(before, counts, strict=True)]
@@ -130,6 +144,7 @@ class Usage:
             self._patterns.add(self._covered)
         self.iterations += 1
         self._passes, self._covered, self._shadow = 0, frozenset(), False
+        self._excused, self._lent = set(), set()
 
     def require_covered(self, rank: int) -> None:
         """Raises UnusedParameterError if the iteration so far left out a parameter that it should have used."""
@@ -137,7 +152,7 @@ class Usage:
             raise UnusedParameterError(self._message(self._undeclared, f"{rank} in the first iteration"))
         if self.varies or not self._passes or self._shadow or (self.static and not self._frozen):
             return
-        missing = sorted(self._required - self._covered) if self._covered is not self._all else []
+        missing = sorted(self._required - self._covered - self._excused) if self._covered is not self._all else []
         if missing:
             raise UnusedParameterError(self._message(missing, rank))
 
@@ -150,6 +165,12 @@ class Usage:
         text += f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
         names = ", ".join(self._names[i] for i in missing)
         text += f"\nParameters which did not receive grad for rank {rank}: {names}"
+        lent = [self._names[i] for i in missing if i in self._lent]
+        nowhere = [self._names[i] for i in missing if i not in self._lent]
+        if lent:
+            text += f"\nOther ranks had a gradient for: {', '.join(lent)}"
+        if nowhere and not self._undeclared:
+            text += f"\nNo rank had a gradient for: {', '.join(nowhere)}"
         if dist.get_debug_level() == dist.DebugLevel.OFF:
             text += (
                 "\nIn addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL "
