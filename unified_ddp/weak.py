@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["weak_call"]
 
 
-def weak_call(method: Callable[..., None]) -> Callable[..., None]:
+def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a callable that calls the bound `method` while its object lives, and then does nothing.
 
     Native code is invisible to the garbage collector, and autograd graphs outlive modules at times: neither may own
@@ -15,9 +15,8 @@ def weak_call(method: Callable[..., None]) -> Callable[..., None]:
     """
     ref = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         target = ref()
-        if target is not None:
-            target(*args)
+        return target(*args) if target is not None else None
 
     return call

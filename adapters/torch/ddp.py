@@ -222,9 +222,11 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             self._init_sync(self._init_sync_buffers)
         self._make_reducer()
 
-    def _warn_unreduced(self) -> None:
-        if self._warned_unreduced or not self.require_backward_grad_sync:
-            return
+    def _warn_unreduced(self) -> bool:
+        if not self.require_backward_grad_sync:
+            return False
+        if self._warned_unreduced:
+            return True
         self._warned_unreduced = True
         warnings.warn(
             "a backward pass reached parameters of this DistributedDataParallel without passing an output of it, and "
@@ -232,6 +234,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             "an output through the loss; or, if gradients are to stay local, use no_sync().",
             stacklevel=2,
         )
+        return True
 
     def _make_mixed_precision(self) -> MixedPrecision | None:
         if self.mixed_precision is None:

@@ -100,8 +100,8 @@ class GradientReducer(ReducerMembers):
         self._ends: weakref.ref[_End] | None = None
         self._expecting = False
         self._in_doubt = False
-        self.on_unreduced: Callable[[], None] = lambda: None
-        """Called when gradients come outside a synchronising backward pass, and no no_sync was asked for."""
+        self.on_unreduced: Callable[[], bool] = lambda: True
+        """Called for a gradient outside a synchronising backward pass; says whether it needs to hear of no other."""
         self.core.arm()
         self._node_handles: list[Any] = []
         self._forward_context: int | None = None
@@ -214,11 +214,11 @@ class GradientReducer(ReducerMembers):
         self._start()
 
     def _arrived_unreduced(self) -> None:
-        self.core.arm(False)
         mine = set(self.params)
         # another wrapper of the same module may be the one that reduces them
-        if all(mine.isdisjoint(other.params) for other in _live if other is not self):
-            self.on_unreduced()
+        shared = any(not mine.isdisjoint(other.params) for other in _live if other is not self)
+        if shared or self.on_unreduced():
+            self.core.arm(False)
 
     def _node_ran(self, param: int) -> None:
         # in an ordinary backward pass the parameter's own hook has been here before
