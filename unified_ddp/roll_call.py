@@ -82,49 +82,51 @@ class RollCall:
         except Exception:
             return
 
-    def read(self, since: float) -> dict[int, Sign | None]:
-        """Returns the other ranks' signs; waits for those that left none since the time `since`, up to the grace."""
+    def read(self, since: float) -> dict[int, Sign | None] | None:
+        """Returns the other ranks' signs; waits for those that left none since the time `since`, up to the grace.
+
+        None means that the store cannot be reached.
+        """
         signs: dict[int, Sign | None] = {r: None for r in range(self._world_size) if r != self._rank}
-        waiting = set(signs)
         deadline = time.monotonic() + self._grace
-        while waiting:
-            for rank in list(waiting):
+        while True:
+            for rank in signs:
                 try:
                     text = self._store.get(f"{self._prefix}/{rank}")
                 except Exception:
-                    return signs  # the store went with the rank that held it
-                if text is not None:
-                    signs[rank] = sign = Sign(**json.loads(text))
-                    if sign.at >= since:
-                        waiting.discard(rank)
-            if not waiting or time.monotonic() >= deadline:
+                    return None
+                signs[rank] = Sign(**json.loads(text)) if text is not None else None
+            if all(sign is not None and sign.at >= since for sign in signs.values()) or time.monotonic() >= deadline:
                 return signs
             self._sleep(_POLL_SECONDS)
-        return signs
 
-    def explain(self, mine: Sign, signs: dict[int, Sign | None]) -> str:
+    def explain(self, mine: Sign, signs: dict[int, Sign | None] | None) -> str:
         """Returns the message: what failed on this rank, which ranks did not arrive, and what each is known to do."""
-        away = [r for r, sign in signs.items() if sign is None or sign.phase != mine.phase]
-        why = f", and {ranks_text(away)} did not arrive there" if away else ", though every rank arrived there"
-        lines = [f"{mine.phase}, {mine.detail}, failed on rank {self._rank}{why}."]
-        lines.append(f"rank {self._rank} was here {mine.state}: {mine.error}")
-        for rank, sign in signs.items():
-            if sign is None:
-                lines.append(
-                    f"rank {rank} gave no sign within {self._grace:g} s: it died, ended, stalls or works elsewhere"
-                )
-            elif sign.phase == mine.phase:
-                lines.append(f"rank {rank} waited for the same: {sign.detail}")
-            else:
-                when = f"{max(mine.at - sign.at, 0.0):.1f} s before"
-                where = f"{sign.phase} ({sign.detail}) {sign.state}"
-                lines.append(f"rank {rank}, {when}, was in {where}: {sign.error}")
+        lines = [f"rank {self._rank} was here {mine.state}: {mine.error}"]
+        if signs is None:
+            why = "; which rank did not arrive is not known"
+            lines.append(
+                "the store in which ranks leave signs of themselves cannot be reached: the process that hosts it, "
+                "rank 0 or the launcher, has probably died or ended"
+            )
+        else:
+            away = [r for r, sign in signs.items() if sign is None or sign.phase != mine.phase]
+            why = f", and {ranks_text(away)} did not arrive there" if away else ", though every rank arrived there"
+            lines += [self._describe(rank, sign, mine) for rank, sign in signs.items()]
         lines.append(
             "Every rank must run the same synchronising forwards and backward passes: look for an exception, a skipped "
             "step, no_sync on some ranks only, a shorter data set (see join), or work longer than the timeout on the "
             "ranks named. Gradients of this pass are not reduced; start again from a checkpoint"
         )
-        return "\n".join(lines)
+        return "\n".join([f"{mine.phase}, {mine.detail}, failed on rank {self._rank}{why}.", *lines])
+
+    def _describe(self, rank: int, sign: Sign | None, mine: Sign) -> str:
+        if sign is None:
+            return f"rank {rank} gave no sign within {self._grace:g} s: it died, ended, stalls or works elsewhere"
+        if sign.phase == mine.phase:
+            return f"rank {rank} waited for the same: {sign.detail}"
+        when = f"{max(mine.at - sign.at, 0.0):.1f} s before"
+        return f"rank {rank}, {when}, was in {sign.phase} ({sign.detail}) {sign.state}: {sign.error}"
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -32,6 +32,8 @@ class DDPJoinHook(JoinHook):
         reducer.rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_module_buffers(ddp._find_common_rank(reducer.transport.rank, False))
         ddp.require_forward_param_sync = syncs
         if syncs:
             reducer.shadow_backward()

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
@@ -25,7 +26,7 @@ class ModuleWatch:
     """
 
     def __init__(
-        self, module: nn.Module, reduced: Collection[nn.Parameter], ignored: Collection[str], casts: bool
+        self, module: nn.Module, reduced: Collection[torch.Tensor], ignored: Collection[str], casts: bool
     ) -> None:
         _listen()
         self._module = module

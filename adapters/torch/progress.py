@@ -100,7 +100,7 @@ class Progress:
     def other_signs(self) -> dict[int, Sign | None]:
         """Returns what the other ranks left since the iteration before; waits a few seconds for them."""
         call = self._roll_call()
-        return {} if call is None else call.read(self._since)
+        return (call.read(self._since) if call is not None else None) or {}
 
     def failure(self, phase: str, detail: str, error: Exception) -> Exception:
         """Returns the error to raise for a collective that failed with `error`."""

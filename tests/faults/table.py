@@ -1,8 +1,8 @@
 """The table: one row a scenario, what plain autograd makes of it, and what a DDP class must.
 
 A row's case runs on every rank as `case(ddp_class, rank, world_size)`. It returns if all was right, fails an assertion
-if something was silently wrong, or raises what the class raises. A row that expects errors says by rank which words they
-must hold; a rank that is not named may do anything.
+if something was silently wrong, or raises what the class raises. A row that expects errors says by rank which words
+they must hold; a rank that is not named may do anything.
 """
 
 import importlib

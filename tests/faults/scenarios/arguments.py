@@ -13,7 +13,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("bucket_cap_mb", math.nan, "nan"),
     ("bucket_cap_mb", math.inf, "inf"),
     ("bucket_cap_mb", "25", "25"),
-    ("bucket_cap_mb_list", [], "[]"),
+    ("bucket_cap_mb_list", [], "empty"),
     ("bucket_cap_mb_list", [1, 0], "0"),
     ("bucket_cap_mb_list", [1, math.nan], "nan"),
     ("bucket_cap_mb_list", 5, "5"),

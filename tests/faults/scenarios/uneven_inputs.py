@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support.models import MLP, ConvNet, TwoHeads
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from faults.table import row
 
@@ -63,8 +64,13 @@ def hooked(ddp_class: Any, rank: int, world_size: int) -> None:
     joined(ddp, rank, world_size)
 
 
-@row("join with a buffer hook", "the mean over ranks, those without inputs counting as zero")
-def buffer_hooked(ddp_class: Any, rank: int, world_size: int) -> None:
+@row(
+    "join with a buffer hook",
+    "the mean over ranks, those without inputs counting as zero",
+    variants=({"where": "PRE_FORWARD"}, {"where": "POST_FORWARD"}),
+    timeout=30,
+)
+def buffer_hooked(ddp_class: Any, rank: int, world_size: int, where: str) -> None:
     ddp = ddp_class(ConvNet())
 
     def hook(state: Any, buffers: dict[str, torch.Tensor]) -> None:
@@ -73,7 +79,7 @@ def buffer_hooked(ddp_class: Any, rank: int, world_size: int) -> None:
             buffer.div_(world_size) if buffer.is_floating_point() else None
 
     ddp.eval()  # running statistics take no part in the gradients of the oracle's copies
-    ddp._register_buffer_comm_hook(None, hook)
+    ddp._register_buffer_comm_hook(None, hook, getattr(_BufferCommHookLocation, where))
     joined(ddp, rank, world_size, width=64)
 
 
