@@ -16,12 +16,13 @@ CONFORMANCE_ARGS ?=
 # mypy wants a package in one folder: this one shows it the package as it is installed.
 TYPED := build/typed
 
-.PHONY: help setup demo test conformance test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test conformance test-faults compare-faults test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
 	@echo "make test      runs the tests; PYTEST_ARGS='tests/core -x' narrows them"
 	@echo "make conformance runs PyTorch's own DDP tests on our class; CONFORMANCE_ARGS='--only join' narrows them"
+	@echo "make test-faults runs the table of programs in which DDP is known to go wrong; compare-faults torch's class too"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
 	@echo "make lint      checks style and types; make format rewrites what it can"
 	@echo "make sanitize  runs the native core's tests under address and undefined-behaviour sanitizers"
@@ -48,6 +49,13 @@ test: $(STAMP)
 # A case that did not pass is run once more: on a loaded machine some run into their own time limits.
 conformance: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m conformance --retries 1 $(CONFORMANCE_ARGS)
+
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+compare-faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults
+	PYTHONPATH=tests $(BIN)/python -m faults --torch
 
 # Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax. A safe path
 # keeps the source folder, which has no native module, from hiding what was installed, in child processes too.
