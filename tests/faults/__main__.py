@@ -31,9 +31,8 @@ def main(
             outcomes[row.name] = {"kind": row.kind, "right": outcome.right, "text": outcome.text}
             first = outcome.text.splitlines()[0][:200] if outcome.text else ""
             shown = "right" if outcome.right else f"[red]{first}[/red]".replace("[/", r"[/") if first else "wrong"
-            console.print(
-                f"{'ok  ' if outcome.right else 'FAIL'} {row.kind}: {row.name}", markup=False, highlight=False
-            )
+            mark = "ok  " if outcome.right else "FAIL"
+            console.print(f"{mark} {row.kind}: {row.name}\n     {first}".rstrip(), markup=False, highlight=False)
             table.add_row(row.kind, row.name, row.expected, shown)
     finally:
         for world in worlds.values():

@@ -41,7 +41,7 @@ def row(
     plain: str,
     *,
     ranks: int = 2,
-    timeout: float = 60.0,
+    timeout: float = 40.0,
     errors: Mapping[int, Sequence[str]] | None = None,
     kills: bool = False,
     variants: Sequence[Mapping[str, Any]] = ({},),

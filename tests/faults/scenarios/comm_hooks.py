@@ -24,21 +24,21 @@ def averaged(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return work.get_future().then(lambda f: f.value()[0])
 
 
-def scaled(factor: float, state: Any, bucket: Any) -> torch.futures.Future:
+def scaled(factor: float, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return averaged(state, bucket).then(lambda f: f.value() * factor)
 
 
-def other_names(process_group: Any, grad_bucket: Any) -> torch.futures.Future:
+def other_names(process_group: Any, grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return averaged(process_group, grad_bucket)
 
 
 class Callable:
-    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future:
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return averaged(state, bucket)
 
 
 class Method:
-    def hook(self, state: Any, bucket: Any) -> torch.futures.Future:
+    def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return averaged(state, bucket)
 
 
@@ -69,7 +69,7 @@ def copied(ddp_class: Any, rank: int, world_size: int) -> None:
     ddp = ddp_class(MLP(), bucket_cap_mb=0.001)
     seen: list[int] = []
 
-    def counting(state: Any, bucket: Any) -> torch.futures.Future:
+    def counting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append(bucket.index())
         return averaged(state, bucket)
 

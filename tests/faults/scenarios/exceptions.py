@@ -100,7 +100,7 @@ def in_hook(ddp_class: Any, rank: int, world_size: int, late: int) -> None:
     ddp = ddp_class(Model(), bucket_cap_mb=0.0001)
     calls = {"fail": -1}
 
-    def hook(state: Any, bucket: Any) -> torch.futures.Future:
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if calls["fail"] == bucket.index():
             raise OnPurpose
         work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from faults.table import row
 
 
-def averaged(state: Any, bucket: Any) -> torch.futures.Future:
+def averaged(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
 
