@@ -25,7 +25,7 @@ def run_case(rank: int, world_size: int, name: str, torchs: bool) -> tuple[str, 
     from unified_ddp.torch import DistributedDataParallel
 
     row = load()[name]
-    torch.manual_seed(100)
+    torch.manual_seed(100 + rank)
     before = dict(os.environ)
     try:
         with warnings.catch_warnings():
