@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.construction import check_construction, describe
+from unified_ddp.torch.extensions import DDPExtensions
 from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
 from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
 from unified_ddp.torch.join import DDPJoinHook
@@ -29,7 +30,7 @@ from unified_ddp.torch.transport import ProcessGroupTransport
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
+class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ignore[misc]
     """Data parallelism over the ranks of a process group: gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel` (torch 2.13), whose arguments it takes in the same order
@@ -259,13 +260,17 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         return output
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Forwards in this context leave gradients local; they are reduced with the next synchronising backward pass.
 
         The forward must be inside; a backward pass is synchronising if its forward was.
+
+        Args:
+            enabled: False changes nothing, so that one loop serves all microbatches of a step:
+                `with ddp.no_sync(enabled=not last): ...`.
         """
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        self.require_backward_grad_sync = before and not enabled
         try:
             yield
         finally:

@@ -257,6 +257,24 @@ class GradientReducer(ReducerMembers):
             reduction.result()
         self._after_reduction(shadow=True)
 
+    def reduce_accumulated(self) -> None:
+        """Reduces every gradient as it is, outside a backward pass. What no rank has is left alone.
+
+        Raises:
+            ReductionError: a backward pass is under way, or one ended with gradients half reduced.
+        """
+        if _engine.in_backward():
+            raise ReductionError("sync_gradients() was called during a backward pass; call it when that has ended")
+        if self.core.phase is Phase.ACTIVE:
+            self._give_up()
+        if self.mixed is not None:
+            self.mixed.restore()
+        self.backend.start_step()
+        self.backend.ask_usage([self.backend.has_gradient(i) for i in range(len(self.params))])
+        self.core.begin()
+        self.core.finish()
+        self.backend.finished()
+
     # --- a backward pass that an exception ended
 
     def _left_by_exception(self) -> bool:
