@@ -1,6 +1,6 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ class TorchBackend:
         self.skip_unused = skip_unused
         self.mixed = mixed
         self.launched = 0
+        self.on_reduced: Callable[[Iterable[int]], None] = lambda _params: None
         self.on_first_launch: Callable[[], None] = lambda: None
         self.known_usage: list[int] | None = None
         self.last_counts: torch.Tensor | None = None
@@ -169,7 +170,8 @@ class TorchBackend:
     def unpack(self, bucket: int, reduced: torch.Tensor) -> None:
         """Makes `reduced` the gradients of the bucket, save of parameters that no rank used."""
         storage = self.storages[bucket]
-        storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
+        positions = storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
+        self.on_reduced(storage.spec.params[i] for i in positions)
 
     def finished(self, need_counts: bool = False) -> list[int] | None:
         """Ends a backward pass. Returns on how many ranks each parameter was used, if that was asked and is needed."""

@@ -24,6 +24,7 @@ from unified_ddp.torch.join import DDPJoinHook
 from unified_ddp.torch.logging_data import DDPLogger, module_facts
 from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.mixed_precision import MixedPrecision
+from unified_ddp.torch.post_reduction import PostReductionHooks
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
 
@@ -128,6 +129,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         self.bucket_bytes_cap_default = caps.is_default
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._accum_grad_hooks: list[Any] = []
+        self._post_reduction = PostReductionHooks()
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._ddp_sink_clone = True
@@ -176,6 +178,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 delayed=self._delayed_names,
             ),
             self._mixed,
+            self._post_reduction,
         )
         self.logger = DDPLogger(self.reducer)
         self.reducer.set_logger(self.logger)

@@ -1,8 +1,11 @@
 """What `DistributedDataParallel` offers beyond torch's class."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unified_ddp.errors import ReductionError
 
@@ -10,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.join import _JoinConfig
 
     from unified_ddp.torch.gradient_reducer import GradientReducer
+    from unified_ddp.torch.post_reduction import PostReductionHook, PostReductionHooks
 
 __all__ = ["DDPExtensions"]
 
@@ -20,6 +24,7 @@ class DDPExtensions:
     if TYPE_CHECKING:
         reducer: GradientReducer
         _join_config: _JoinConfig
+        _post_reduction: PostReductionHooks
 
     @torch._disable_dynamo
     def sync_gradients(self) -> None:
@@ -40,3 +45,37 @@ class DDPExtensions:
             )
         with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()
+
+    def register_post_reduction_hook(
+        self, hook: "PostReductionHook", params: Iterable[nn.Parameter] | None = None
+    ) -> RemovableHandle:
+        """Calls `hook(name, param)` whenever the reduced gradient of a parameter is final in `param.grad`.
+
+        That is at the end of each synchronising backward pass and in `sync_gradients`, bucket by bucket in launch
+        order, while later buckets are still being reduced; with gradients disabled. Not for parameters that no rank
+        used, whose `.grad` the reduction leaves alone. A hook may step an optimizer and set `.grad` to None.
+
+        If a hook raises, the reduction is completed without calling hooks any more and the exception then comes out of
+        `backward` (or `sync_gradients`): all gradients are reduced, and the next iteration works.
+
+        Args:
+            hook: called with the parameter's name in the wrapped module, and the parameter.
+            params: the parameters to call it for; None means all that are reduced.
+
+        Returns:
+            A handle with `remove()`.
+
+        Raises:
+            ValueError: one of `params` is not reduced.
+        """
+        if params is None:
+            return self._post_reduction.register(hook, None)
+        known = {id(p): name for name, p in zip(self.reducer.names, self.reducer.params, strict=True)}
+        wanted = list(params)
+        for position, param in enumerate(wanted):
+            if id(param) not in known:
+                raise ValueError(
+                    f"params[{position}], of shape {tuple(param.shape)}, is not reduced: it is frozen, ignored, or "
+                    "no parameter of the module"
+                )
+        return self._post_reduction.register(hook, [known[id(p)] for p in wanted])

@@ -22,6 +22,7 @@ from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
 from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
+from unified_ddp.torch.post_reduction import PostReductionHooks
 from unified_ddp.torch.reducer_members import ReducerMembers
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -53,6 +54,7 @@ class GradientReducer(ReducerMembers):
         transport: the ranks.
         options: see there.
         mixed: lowers and restores the parameters, if mixed precision is asked for.
+        post_reduction: hooks to call on parameters whose gradients are reduced.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class GradientReducer(ReducerMembers):
         transport: ProcessGroupTransport,
         options: ReducerOptions,
         mixed: MixedPrecision | None = None,
+        post_reduction: PostReductionHooks | None = None,
     ) -> None:
         self.names = list(params)
         self.params = [p for p, _ in params.values()]
@@ -76,6 +79,8 @@ class GradientReducer(ReducerMembers):
         self.backend = TorchBackend(self.params, transport, options.as_views, options.skip_unused, mixed)
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
+        self.post_reduction = post_reduction or PostReductionHooks()
+        self.backend.on_reduced = functools.partial(self.post_reduction.run, self.names, self.params)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
         self.core = Reducer(plan, self.backend, weak_call(self._start_at_parameter), eager)
         self.last_order: tuple[int, ...] = ()
@@ -222,8 +227,11 @@ class GradientReducer(ReducerMembers):
             used = [self.core.touched(i) and self.backend.has_gradient(i) for i in range(len(self.params))]
             self.backend.report_usage(used)
         self.backend.known_usage = self.usage.known
-        self.core.finish()
-        self._after_reduction()
+        try:
+            self.core.finish()
+            self._after_reduction()
+        finally:
+            self.post_reduction.raise_first()
 
     def _after_reduction(self, shadow: bool = False) -> None:
         self.timer.mark(timing.COMM_END)
@@ -272,8 +280,11 @@ class GradientReducer(ReducerMembers):
         self.backend.start_step()
         self.backend.ask_usage([self.backend.has_gradient(i) for i in range(len(self.params))])
         self.core.begin()
-        self.core.finish()
-        self.backend.finished()
+        try:
+            self.core.finish()
+            self.backend.finished()
+        finally:
+            self.post_reduction.raise_first()
 
     # --- a backward pass that an exception ended
 

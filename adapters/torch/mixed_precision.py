@@ -101,11 +101,12 @@ class MixedBucketStorage(BucketStorage):
         """Returns the gradient to pack."""
         return self._mixed.gradient(self.params[position])
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradients, in the parameters' own dtype."""
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradients, in the parameters' own dtype; returns the positions that it did so for."""
         with torch.no_grad():
             views = gradient_views(self.checked(reduced), self.spec, self.params)
             left = self._absent_everywhere(views).union(keep)
             for position, param in enumerate(self.params):
                 grad = self.gradient(position) if position in left else views[position].clone()
                 self._mixed.restore_param(param, grad)
+        return [i for i in range(len(self.params)) if i not in left]

@@ -53,10 +53,10 @@ class SparseBucketStorage:
                 own = grad.to_sparse(1) if self._dense else grad.clone()
                 self.flat = own if scale == 1.0 else own.mul_(scale)
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradient, dense again if this rank's was."""
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradient, dense again if this rank's was; returns [0] if `.grad` is reduced now."""
         if keep:
-            return
+            return []
         param = self.params[0]
         with torch.no_grad():
             result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
@@ -67,6 +67,7 @@ class SparseBucketStorage:
                 param.grad = result
         self._dense = False
         self.flat = self._empty()
+        return [0] if self.context is None else []
 
     def _empty(self) -> torch.Tensor:
         param = self.params[0]

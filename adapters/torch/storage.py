@@ -127,8 +127,8 @@ class BucketStorage:
         absent, self._absent = self._absent, set()
         return {i for i in absent if _all_negative_zero(views[i])}
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradients.
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradients, and returns the positions whose `.grad` is reduced now.
 
         Args:
             reduced: flat, of the storage's length: the storage itself, or what a comm hook made of it.
@@ -141,10 +141,12 @@ class BucketStorage:
             positions = [i for i in range(len(self.params)) if i not in left] if left else range(len(self.params))
             if self.context is not None:
                 self._write_context(views, positions)
-            elif self.as_views:
+                return ()
+            if self.as_views:
                 self._install_views(reduced, positions)
             else:
                 self._copy_out(views, positions)
+        return positions
 
     def checked(self, reduced: torch.Tensor) -> torch.Tensor:
         """Returns `reduced`, flat.
