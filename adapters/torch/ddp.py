@@ -64,6 +64,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         bucket_cap_mb_list: one cap in MiB a bucket; the last one repeats.
         batched_grad_copy: accepted; gradients are packed fused in any case.
         forward_sync_buffers: broadcast rank 0's buffers before each forward; None means True.
+        reduction: "mean" over ranks, "sum", or "weighted_mean" by what each rank gives to `set_weight`.
 
     Raises:
         ConstructionMismatchError: on all ranks, if they were constructed with different models or options.
@@ -92,6 +93,8 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        reduction: str = "mean",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -116,6 +119,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.reduction = opts.check_reduction_name(reduction)
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -145,6 +149,10 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             "static_graph": self.static_graph,
             "forward_sync_buffers": self.forward_sync_buffers,
             "sync buffers at construction": init_sync_buffers,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "mixed_precision": repr(self.mixed_precision),
+            "delay_all_reduce_named_params": sorted(self._delayed_names),
+            "reduction": self.reduction,
             "bucket caps in bytes": [self._caps.largest, *self._caps.per_bucket],
         }
         check_construction(self._transport(), describe(self.module, self.parameters_to_ignore, options))
@@ -176,6 +184,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 bucket_cap_bytes=self.bucket_bytes_cap,
                 skip_unused=self.skip_all_reduce_unused_params,
                 delayed=self._delayed_names,
+                reduction=self.reduction,
             ),
             self._mixed,
             self._post_reduction,

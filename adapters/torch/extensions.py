@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.torch.scaling import WeightedScaling
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import _JoinConfig
@@ -23,6 +24,7 @@ class DDPExtensions:
 
     if TYPE_CHECKING:
         reducer: GradientReducer
+        reduction: str
         _join_config: _JoinConfig
         _post_reduction: PostReductionHooks
 
@@ -79,3 +81,30 @@ class DDPExtensions:
                     "no parameter of the module"
                 )
         return self._post_reduction.register(hook, [known[id(p)] for p in wanted])
+
+    def set_weight(self, weight: float) -> None:
+        """Sets this rank's weight w in the iteration's reduction, with `reduction="weighted_mean"`.
+
+        Gradients become sum(w_r g_r) / sum(w_r) over the ranks r, where g_r is everything that rank r accumulated since
+        the last reduction, also under `no_sync`. If rank r's losses of these microbatches add up to its mean loss over
+        w_r tokens, that is the gradient of the mean loss over all tokens: divide the summed loss of each microbatch by
+        w_r, the tokens of all of them. A weight of 0 leaves this rank's gradients out, even if they are NaN.
+
+        The weight is used by all reductions of one iteration, and dropped by the next synchronising forward: set it
+        before or after the forward, on every rank, in every iteration. Without a weight, or if all are 0, the backward
+        pass raises `ReductionError` on every rank and reduces nothing.
+
+        Args:
+            weight: finite and not negative; on accelerators better no tensor, as it is read on the host.
+
+        Raises:
+            TypeError, ValueError: it is no such number.
+            ReductionError: the wrapper was constructed with another `reduction`.
+        """
+        scaling = self.reducer.scaling
+        if not isinstance(scaling, WeightedScaling):
+            raise ReductionError(
+                "set_weight() needs DistributedDataParallel(..., reduction='weighted_mean'); this one has "
+                f"reduction={self.reduction!r}"
+            )
+        scaling.set_weight(weight)

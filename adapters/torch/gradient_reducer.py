@@ -7,7 +7,7 @@ pass. In between buckets are launched as they fill.
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
 from unified_ddp.torch.post_reduction import PostReductionHooks
 from unified_ddp.torch.reducer_members import ReducerMembers
+from unified_ddp.torch.scaling import SumScaling, make_scaling
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
 from unified_ddp.torch.usage import Usage
@@ -44,6 +45,7 @@ class ReducerOptions:
     static_graph: bool
     skip_unused: bool = False
     delayed: frozenset[str] = frozenset()
+    reduction: str = "mean"
 
 
 class GradientReducer(ReducerMembers):
@@ -83,6 +85,9 @@ class GradientReducer(ReducerMembers):
         self.backend.on_reduced = functools.partial(self.post_reduction.run, self.names, self.params)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
         self.core = Reducer(plan, self.backend, weak_call(self._start_at_parameter), eager)
+        # without a cycle: a dropped reducer goes at once
+        touched = functools.partial(Reducer.touched, weakref.proxy(self.core))
+        self.scaling = self.backend.scaling = make_scaling(options.reduction, transport, touched)
         self.last_order: tuple[int, ...] = ()
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
@@ -95,6 +100,9 @@ class GradientReducer(ReducerMembers):
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
         handles = [p.register_post_accumulate_grad_hook(self.core.hook(i)) for i, p in enumerate(self.params)]
+        if isinstance(self.scaling, SumScaling):
+            before = weak_call(self._before_gradient)
+            handles += [p.register_hook(_at(before, i)) for i, p in enumerate(self.params)]
         self.remove_hooks = weakref.finalize(self, _remove, handles)
 
     @property
@@ -131,6 +139,8 @@ class GradientReducer(ReducerMembers):
         if self._left_by_exception():
             self._give_up()
         self.usage.next_iteration(self.transport.rank)
+        if self.scaling is not None:
+            self.scaling.next_iteration()
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Arms: the next backward pass through `outputs` is a synchronising one."""
@@ -178,6 +188,14 @@ class GradientReducer(ReducerMembers):
             self._context = self._forward_context
             self.core.mark(param)
 
+    def _before_gradient(self, param: int) -> None:
+        """Before a parameter's gradient is added to its `.grad`: see `SumScaling`."""
+        assert isinstance(self.scaling, SumScaling)
+        if self.core.touched(param) or not self.backend.has_gradient(param):
+            return
+        if _engine.accumulates(_engine.accumulate_grad_node(self.params[param])):
+            self.backend.scale_gradient(param, self.scaling.share)
+
     def _start(self) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self._left_by_exception():
@@ -192,6 +210,8 @@ class GradientReducer(ReducerMembers):
         if self.options.skip_unused:
             expected = arrival if arrival is not None else bytes([1]) * len(self.params)
             self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
+        if self.scaling is not None and arrival is not None and any(arrival):  # not if this is autograd.grad
+            self.scaling.exchange()
         self.core.begin(self._without_delayed(arrival))
 
     def _arrivals(self) -> bytes | None:
@@ -257,6 +277,9 @@ class GradientReducer(ReducerMembers):
         nobody = [False] * len(self.params)
         if self.options.skip_unused:
             self.backend.ask_usage(nobody)
+        if self.scaling is not None:
+            self.scaling.exchange(joined=True)
+            self.scaling.factor()  # raises on every rank or on none
         pending = [self.backend.launch_zeros(bucket) for bucket in range(len(self.plan.buckets))]
         if self.usage.is_asked and not self.options.skip_unused:
             self.backend.report_usage(nobody)
@@ -315,6 +338,10 @@ class _End:
 
     def __call__(self) -> None:
         self._reducer.finish()
+
+
+def _at(call: Callable[[int], None], param: int) -> Callable[[Any], None]:
+    return lambda _grad: call(param)
 
 
 def _remove(handles: list[Any]) -> None:

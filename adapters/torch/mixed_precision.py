@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.utils import _cast_forward_inputs
 
 from unified_ddp.plan import BucketSpec
-from unified_ddp.torch.storage import BucketStorage, gradient_views
+from unified_ddp.torch.storage import BucketStorage, gradient_views, scale_gradient
 
 __all__ = ["MixedBucketStorage", "MixedPrecision"]
 
@@ -85,6 +85,12 @@ class MixedPrecision:
         if held is None or grad is None:
             return grad if held is None else held
         return held + grad.to(held.dtype)
+
+    def scale_gradient(self, param: torch.Tensor, factor: float) -> None:
+        """Scales the gradient accumulated so far, what was set aside included."""
+        scale_gradient(param, factor)
+        if param in self._held:
+            self._held[param] = self._held[param] * factor
 
     def _forget_low(self, param: torch.Tensor) -> None:
         param._mp_param = torch.empty(0, dtype=self.config.param_dtype or param.dtype, device=param.device)  # type: ignore[attr-defined]

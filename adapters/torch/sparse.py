@@ -46,10 +46,10 @@ class SparseBucketStorage:
         """Takes a copy of the gradient. A missing one counts as zero, a dense one is made sparse."""
         grad = self.gradient()
         with torch.no_grad():
-            if grad is None:
+            self._dense = grad is not None and not grad.is_sparse
+            if grad is None or scale == 0.0:
                 self.flat = self._empty()
             else:
-                self._dense = not grad.is_sparse
                 own = grad.to_sparse(1) if self._dense else grad.clone()
                 self.flat = own if scale == 1.0 else own.mul_(scale)
 
