@@ -65,6 +65,8 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         batched_grad_copy: accepted; gradients are packed fused in any case.
         forward_sync_buffers: broadcast rank 0's buffers before each forward; None means True.
         reduction: "mean" over ranks, "sum", or "weighted_mean" by what each rank gives to `set_weight`.
+        check_replicas_every: compare the ranks' parameters before every so many steps (see `check_replicas`); None
+            means never.
 
     Raises:
         ConstructionMismatchError: on all ranks, if they were constructed with different models or options.
@@ -95,6 +97,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         forward_sync_buffers: bool | None = None,
         *,
         reduction: str = "mean",
+        check_replicas_every: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -120,6 +123,8 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.reduction = opts.check_reduction_name(reduction)
+        self.check_replicas_every = opts.check_every(check_replicas_every)
+        self._steps = 0
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -153,6 +158,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             "mixed_precision": repr(self.mixed_precision),
             "delay_all_reduce_named_params": sorted(self._delayed_names),
             "reduction": self.reduction,
+            "check_replicas_every": self.check_replicas_every,
             "bucket caps in bytes": [self._caps.largest, *self._caps.per_bucket],
         }
         check_construction(self._transport(), describe(self.module, self.parameters_to_ignore, options))
@@ -245,6 +251,8 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             if grads and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
+        if grads and self.require_backward_grad_sync:
+            self._count_step()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:

@@ -1,6 +1,6 @@
 """What `DistributedDataParallel` offers beyond torch's class."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.torch.replicas import check_replicas
 from unified_ddp.torch.scaling import WeightedScaling
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from unified_ddp.torch.gradient_reducer import GradientReducer
     from unified_ddp.torch.post_reduction import PostReductionHook, PostReductionHooks
+    from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["DDPExtensions"]
 
@@ -25,6 +27,11 @@ class DDPExtensions:
     if TYPE_CHECKING:
         reducer: GradientReducer
         reduction: str
+        check_replicas_every: int | None
+        module: nn.Module
+        parameters_to_ignore: set[str]
+        _transport: Callable[[], ProcessGroupTransport]
+        _steps: int
         _join_config: _JoinConfig
         _post_reduction: PostReductionHooks
 
@@ -40,13 +47,48 @@ class DDPExtensions:
             ReductionError: a backward pass is under way, or an exception ended the last one when gradients were half
                 reduced, or ranks without inputs are in a `join` context, where they cannot answer this call.
         """
-        if self._join_config.enable:
-            raise ReductionError(
-                "sync_gradients() cannot be called inside `join`: ranks without inputs do not answer it. Let the last "
-                "backward pass of each step run outside no_sync instead"
-            )
+        self._refuse_in_join("sync_gradients()")
+        self._count_step()
         with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()
+
+    def _refuse_in_join(self, what: str) -> None:
+        if self._join_config.enable:
+            raise ReductionError(
+                f"{what} cannot be called inside `join`: ranks that have no inputs left do not answer it. Call it "
+                "outside"
+            )
+
+    def _count_step(self) -> None:
+        """Counts synchronising forwards and calls of `sync_gradients`, and checks the replicas when it is time."""
+        if self.check_replicas_every is None or self._join_config.enable:
+            return
+        self._steps += 1
+        if self._steps % self.check_replicas_every == 0:
+            self.check_replicas()
+
+    @torch._disable_dynamo
+    def check_replicas(self, *, buffers: bool = False) -> None:
+        """Compares the parameters of all ranks, bit by bit; every rank calls it.
+
+        A 64-bit fingerprint a parameter is computed on its device. Ranks exchange 8 bytes, and the fingerprints only if
+        those differ. NaNs of the same bits are equal. With `check_replicas_every=N` this is done before every Nth
+        step, a step being a synchronising forward or a call of `sync_gradients`, outside `join`, where ranks without
+        inputs have not stepped.
+
+        Args:
+            buffers: compare the buffers, too, which differ legitimately between two synchronising forwards.
+
+        Raises:
+            ReplicaMismatchError: on every rank, naming the first parameter that differs, and the ranks on each side.
+            ReductionError: it was called inside `join`.
+        """
+        self._refuse_in_join("check_replicas()")
+        ignored = self.parameters_to_ignore
+        kinds = {"parameter": self.module.named_parameters(), "buffer": self.module.named_buffers() if buffers else ()}
+        with self.reducer.errors_logged(), torch.no_grad():
+            for kind, tensors in kinds.items():
+                check_replicas(self._transport(), {n: t for n, t in tensors if n not in ignored}, kind)
 
     def register_post_reduction_hook(
         self, hook: "PostReductionHook", params: Iterable[nn.Parameter] | None = None
