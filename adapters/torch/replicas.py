@@ -1,5 +1,6 @@
 """The check that replicas are still equal: fingerprints of parameters and buffers, compared across ranks."""
 
+import functools
 import json
 from collections.abc import Mapping
 
@@ -11,10 +12,10 @@ from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["check_replicas", "fingerprint"]
 
-_CHUNK = 1 << 20
-"""Elements hashed at once: bounds the memory for int64 copies to some 16 MiB."""
+_CHUNK = 1 << 16
+"""Pieces hashed at once: their int64 copies stay in a CPU's cache."""
 
-# Odd multipliers of splitmix64, as signed integers: torch has no unsigned multiplication on all devices.
+# Multipliers of splitmix64, as signed integers: torch has no unsigned multiplication on all devices.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -22,7 +23,7 @@ _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a 64-bit hash of a tensor's bits, in order of its elements, as an int64 scalar on its device.
 
-    Each 32-bit (or shorter) piece is multiplied by a number that depends on its place; the sum wraps around. Two
+    Each 32-bit (or shorter) piece is multiplied by an odd number that depends on its place; the sum wraps around. Two
     tensors that differ in one piece never have the same hash, in more pieces hardly ever. Equal bits give equal hashes:
     NaN equals itself, 0.0 and -0.0 differ.
     """
@@ -30,14 +31,19 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     pieces = _pieces(tensor)
+    places = _multipliers(_CHUNK, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, pieces.numel(), _CHUNK):
         chunk = pieces[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device=tensor.device)
-        place.mul_(_GOLDEN)
-        place.bitwise_xor_(place >> 29).mul_(_MIX).bitwise_or_(1)
-        total += chunk.mul_(place).sum()
+        total.mul_(_MIX).add_(chunk.mul_(places[: chunk.numel()]).sum())
     return total
+
+
+@functools.lru_cache(maxsize=16)
+def _multipliers(count: int, device: torch.device) -> torch.Tensor:
+    """Pseudo-random odd numbers, one a place."""
+    place = torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_GOLDEN)
+    return place.bitwise_xor_(place >> 29).mul_(_MIX).bitwise_or_(1)
 
 
 def _pieces(tensor: torch.Tensor) -> torch.Tensor:
