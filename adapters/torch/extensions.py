@@ -32,6 +32,8 @@ class DDPExtensions:
         parameters_to_ignore: set[str]
         _transport: Callable[[], ProcessGroupTransport]
         _steps: int
+        _lazy_init_ran: bool
+        _lazy_init: Callable[[], None]
         _join_config: _JoinConfig
         _post_reduction: PostReductionHooks
 
@@ -48,6 +50,8 @@ class DDPExtensions:
                 reduced, or ranks without inputs are in a `join` context, where they cannot answer this call.
         """
         self._refuse_in_join("sync_gradients()")
+        if not self._lazy_init_ran:
+            self._lazy_init()
         self._count_step()
         with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()
