@@ -9,6 +9,7 @@ from unified_ddp.errors import (
     PlanError,
     ReadinessError,
     ReductionError,
+    ReplicaMismatchError,
     UnifiedDDPError,
     UnusedParameterError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "PlanError",
     "ReadinessError",
     "ReductionError",
+    "ReplicaMismatchError",
     "UnifiedDDPError",
     "UnusedParameterError",
     "bucket_caps",

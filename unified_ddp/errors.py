@@ -11,6 +11,7 @@ __all__ = [
     "PlanError",
     "ReadinessError",
     "ReductionError",
+    "ReplicaMismatchError",
     "UnifiedDDPError",
     "UnusedParameterError",
 ]
@@ -30,6 +31,10 @@ class UnusedParameterError(UnifiedDDPError, RuntimeError):
 
 class ReductionError(UnifiedDDPError, RuntimeError):
     """A reduction failed, or a backward pass was left before its reduction ended."""
+
+
+class ReplicaMismatchError(UnifiedDDPError, RuntimeError):
+    """Parameters or buffers that should be equal on all ranks are not. Raised on every rank."""
 
 
 class AxisError(UnifiedDDPError, ValueError):

@@ -1,7 +1,9 @@
 """Bucket plans: which parameters are reduced together, in which order, and where each lies in its storage."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, plan_buckets, schema_fingerprint
@@ -38,10 +40,12 @@ def bucket_caps(bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence
         bucket_cap_mb_list: one cap in MiB a bucket; goes before `bucket_cap_mb`.
 
     Raises:
-        TypeError: a cap is not a number.
+        TypeError: a cap is not a number, or `bucket_cap_mb_list` no sequence.
         ValueError: a cap is not positive and finite, or the list is empty.
     """
     if bucket_cap_mb_list is not None:
+        if isinstance(bucket_cap_mb_list, str | bytes) or not isinstance(bucket_cap_mb_list, Iterable):
+            raise TypeError(f"bucket_cap_mb_list is a sequence of numbers of MiB, not {bucket_cap_mb_list!r}")
         caps = [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
         if not caps:
             raise ValueError("bucket_cap_mb_list is empty; give at least one cap in MiB, or None")
@@ -52,11 +56,15 @@ def bucket_caps(bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence
 
 
 def _cap_bytes(argument: str, cap: float) -> int:
-    if isinstance(cap, bool) or not isinstance(cap, int | float):
+    if not _is_number(cap):
         raise TypeError(f"{argument} takes numbers of MiB, not {cap!r} of type {type(cap).__name__}")
     if not 0 < cap < float("inf"):
         raise ValueError(f"{argument} takes positive, finite numbers of MiB, not {cap!r}")
-    return max(int(cap * MIB), 1)
+    return max(int(min(cap * MIB, sys.maxsize)), 1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def plan_in_ready_order(

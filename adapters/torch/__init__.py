@@ -8,5 +8,6 @@ except ImportError as error:
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.install import Installation, install
+from unified_ddp.torch.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "GradBucket", "Installation", "install"]
+__all__ = ["DistributedDataParallel", "GradBucket", "Installation", "SyncBatchNorm", "install"]

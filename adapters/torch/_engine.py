@@ -34,6 +34,11 @@ def arrivals(nodes: Sequence[Node]) -> bytes | None:
         return None
 
 
+def accumulates(node: Node) -> bool:
+    """Says, in a hook on a parameter, whether its `.grad` is about to be added to: not under `autograd.grad`."""
+    return _will_execute is None or bool(arrivals([node]))
+
+
 def at_backward_start(outputs: Iterable[torch.Tensor], call: Callable[[Any], None]) -> None:
     """Calls `call(grad)` once in each backward pass through any of `outputs`, before their gradients are used."""
     tensors = [t for t in outputs if t.requires_grad]

@@ -1,13 +1,14 @@
 """`python -m unified_ddp.torch.api_coverage`: what torch's class has and ours has not, or has otherwise.
 
 Compares by introspection the constructor's and the methods' signatures (names, order, defaults), and the members of the
-class, of an instance, and of its `reducer` and `logger`. A member left out on purpose stands in `LEFT_OUT`, with why.
+class, of an instance, and of its `reducer` and `logger`. Ours may take more: keyword-only arguments with a default. A
+member left out on purpose stands in `LEFT_OUT`, with why.
 """
 
 import inspect
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,18 +83,22 @@ def _signatures() -> Iterator[Difference]:
         if ours is None:
             yield Difference(label, "missing")
             continue
-        expected, found = (_parameters(getattr(cls, name)) for cls in (TorchDDP, DistributedDataParallel))
+        torchs = inspect.signature(getattr(TorchDDP, name)).parameters
+        expected = [_shown(p) for p in torchs.values()]
+        found = [_shown(p) for p in inspect.signature(ours).parameters.values() if not _is_extra(p, torchs)]
         if expected != found:
             yield Difference(label, f"torch's takes ({', '.join(expected)}), ours ({', '.join(found)})")
 
 
-def _parameters(function: Any) -> list[str]:
-    shown = []
-    for p in inspect.signature(function).parameters.values():
-        default = "" if p.default is p.empty else f"={p.default!r}"
-        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-        shown.append(f"{stars}{p.name}{default}")
-    return shown
+def _shown(p: inspect.Parameter) -> str:
+    default = "" if p.default is p.empty else f"={p.default!r}"
+    stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    return f"{stars}{p.name}{default}"
+
+
+def _is_extra(p: inspect.Parameter, torchs: Mapping[str, inspect.Parameter]) -> bool:
+    """An option of ours beyond torch's, which no call written for torch's class meets."""
+    return p.kind is p.KEYWORD_ONLY and p.default is not p.empty and p.name not in torchs
 
 
 def _reduction_overridden() -> Iterator[Difference]:

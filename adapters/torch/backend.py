@@ -1,6 +1,6 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,9 @@ from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
 from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
 from unified_ddp.torch.progress import Progress, shortened
+from unified_ddp.torch.scaling import Scaling
 from unified_ddp.torch.sparse import SparseBucketStorage
-from unified_ddp.torch.storage import BucketStorage
+from unified_ddp.torch.storage import BucketStorage, scale_gradient
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["EAGER_BYTES", "TorchBackend"]
@@ -53,11 +54,14 @@ class TorchBackend:
         self.as_views = as_views
         self.comm_hook: CommHook | None = None
         self.divisor = transport.world_size
+        self.scaling: Scaling | None = None
+        """Makes another sum than the mean of it."""
         self.storages: list[BucketStorage | SparseBucketStorage] = []
         self._place: list[tuple[int, int]] = []
         self.skip_unused = skip_unused
         self.mixed = mixed
         self.launched = 0
+        self.on_reduced: Callable[[Iterable[int]], None] = lambda _params: None
         self.on_first_launch: Callable[[], None] = lambda: None
         self.known_usage: list[int] | None = None
         self.last_counts: torch.Tensor | None = None
@@ -87,6 +91,8 @@ class TorchBackend:
     @property
     def scale(self) -> float:
         """Factor on each gradient before summing; a comm hook divides by itself."""
+        if self.scaling is not None:
+            return self.scaling.factor() * (self.transport.world_size if self.comm_hook else 1)
         return 1.0 if self.comm_hook else 1.0 / self.divisor
 
     def start_step(self) -> None:
@@ -95,6 +101,8 @@ class TorchBackend:
         self._used = self._counts = self._host_counts = None
         for storage in self.storages:
             storage.restart()
+        if self.scaling is not None:
+            self.scaling.begin()
         if self._join_work is not None:
             # Ranks that have not joined sum ones; the result is ready before the first gradient is packed.
             with self.progress.waiting(self.progress.pass_name, "the count of ranks with inputs"):
@@ -118,6 +126,13 @@ class TorchBackend:
         mine = torch.tensor(used, dtype=torch.int32, device=self.transport.device)
         self._counts = (mine, self.transport.all_reduce(mine))
 
+    def scale_gradient(self, param: int, factor: float) -> None:
+        """Scales what the parameter's gradient holds so far."""
+        if self.mixed is not None:
+            self.mixed.scale_gradient(self.params[param], factor)
+        else:
+            scale_gradient(self.params[param], factor)
+
     def has_gradient(self, param: int) -> bool:
         """Says whether this rank has a gradient for the parameter."""
         bucket, position = self._place[param]
@@ -139,6 +154,8 @@ class TorchBackend:
         if self.skip_unused and self._is_skipped(storage):
             return NoReduction(storage.flat)
         storage.pack_rest(self.scale)
+        if self.scaling is not None:
+            self.scaling.adjust(storage)
         return self._reduce(GradBucket(bucket, bucket == len(self.storages) - 1, storage))
 
     def launch_zeros(self, bucket: int) -> Reduction:
@@ -186,7 +203,8 @@ class TorchBackend:
     def unpack(self, bucket: int, reduced: torch.Tensor) -> None:
         """Makes `reduced` the gradients of the bucket, save of parameters that no rank used."""
         storage = self.storages[bucket]
-        storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
+        positions = storage.unpack(reduced, self._unused_everywhere(storage.spec.params))
+        self.on_reduced(storage.spec.params[i] for i in positions)
 
     def failure(self, bucket: int, error: RuntimeError) -> Exception:
         """Returns the error that names the bucket, its parameters and the ranks that did not arrive."""

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from unified_ddp.errors import ConstructionMismatchError
+from unified_ddp.torch.ranks import sides_by_rank, tell
 from unified_ddp.torch.schema import dtype_name
 from unified_ddp.transport import Transport
 
@@ -66,10 +66,10 @@ def first_difference(ranks: list[dict[str, Any]]) -> str:
         if found:
             return found
     for name in sorted({name for r in ranks for name in r["options"]}):
-        sides = _sides([r["options"].get(name) for r in ranks], repr)
+        sides = sides_by_rank([r["options"].get(name) for r in ranks], repr)
         if len(sides) > 1:
             return (
-                f"ranks were constructed with different options: {name} is {_tell(sides)}. Pass the same on every rank."
+                f"ranks were constructed with different options: {name} is {tell(sides)}. Pass the same on every rank."
             )
     raise AssertionError("the descriptions are equal")
 
@@ -79,25 +79,14 @@ def _difference_in_tensors(kind: str, ranks: list[list[dict[str, Any]]]) -> str 
     remedy = "Build the same model on every rank; nothing was broadcast."
     for position in range(max(map(len, ranks))):
         here = [r[position] if position < len(r) else None for r in ranks]
-        sides = _sides(here, lambda t: "absent" if t is None else f"{t['name']!r}")
+        sides = sides_by_rank(here, lambda t: "absent" if t is None else f"{t['name']!r}")
         if len(sides) > 1:
-            counts = _sides(ranks, lambda r: f"{len(r)} {kind}")
-            count = f" The ranks have {_tell(counts)}." if len(counts) > 1 else ""
-            return f"ranks hold different {kind}: {one} number {position} is {_tell(sides)}.{count} {remedy}"
+            counts = sides_by_rank(ranks, lambda r: f"{len(r)} {kind}")
+            count = f" The ranks have {tell(counts)}." if len(counts) > 1 else ""
+            return f"ranks hold different {kind}: {one} number {position} is {tell(sides)}.{count} {remedy}"
         name = next(t["name"] for t in here if t is not None)
         for field in ("shape", "dtype", "strides", "trainable"):
-            sides = _sides(here, lambda t, field=field: f"{t[field]}")  # type: ignore[misc]
+            sides = sides_by_rank(here, lambda t, field=field: f"{t[field]}")  # type: ignore[misc]
             if len(sides) > 1:
-                return f"ranks hold different {kind}: the {field} of {one} {name!r} is {_tell(sides)}. {remedy}"
+                return f"ranks hold different {kind}: the {field} of {one} {name!r} is {tell(sides)}. {remedy}"
     return None
-
-
-def _sides(values: list[Any], show: Callable[[Any], str]) -> dict[str, list[int]]:
-    sides = defaultdict(list)
-    for rank, value in enumerate(values):
-        sides[show(value)].append(rank)
-    return dict(sides)
-
-
-def _tell(sides: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in sides.items())

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.construction import check_construction, describe
+from unified_ddp.torch.extensions import DDPExtensions
 from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
 from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
 from unified_ddp.torch.join import DDPJoinHook
@@ -25,6 +26,7 @@ from unified_ddp.torch.logging_data import DDPLogger, module_facts
 from unified_ddp.torch.members import DDPMembers
 from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.module_watch import ModuleWatch
+from unified_ddp.torch.post_reduction import PostReductionHooks
 from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -33,7 +35,7 @@ from unified_ddp.weak import weak_call
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
+class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ignore[misc]
     """Data parallelism over the ranks of a process group: gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel` (torch 2.13), whose arguments it takes in the same order
@@ -66,6 +68,9 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         bucket_cap_mb_list: one cap in MiB a bucket; the last one repeats.
         batched_grad_copy: accepted; gradients are packed fused in any case.
         forward_sync_buffers: broadcast rank 0's buffers before each forward; None means True.
+        reduction: "mean" over ranks, "sum", or "weighted_mean" by what each rank gives to `set_weight`.
+        check_replicas_every: compare the ranks' parameters before every so many steps (see `check_replicas`); None
+            means never.
 
     Raises:
         ConstructionMismatchError: on all ranks, if they were constructed with different models or options.
@@ -94,6 +99,9 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        reduction: str = "mean",
+        check_replicas_every: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -117,6 +125,9 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.reduction = opts.check_reduction_name(reduction)
+        self.check_replicas_every = opts.check_every(check_replicas_every)
+        self._steps = 0
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -131,6 +142,7 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._accum_grad_hooks: list[Any] = []
+        self._post_reduction = PostReductionHooks()
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._ddp_sink_clone = True
@@ -152,6 +164,12 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
             "static_graph": self.static_graph,
             "forward_sync_buffers": self.forward_sync_buffers,
             "sync buffers at construction": init_sync_buffers,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "mixed_precision": None if self.mixed_precision is None else repr(self.mixed_precision),
+            "delay_all_reduce_named_params": sorted(self._delayed_names),
+            "parameters with sparse gradients": [n for n, (_, sparse) in self._reduced_parameters().items() if sparse],
+            "reduction": self.reduction,
+            "check_replicas_every": self.check_replicas_every,
             "bucket caps in bytes": [self._caps.largest, *self._caps.per_bucket],
         }
         phase = "construction of DistributedDataParallel"
@@ -187,8 +205,10 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
                 bucket_cap_bytes=self.bucket_bytes_cap,
                 skip_unused=self.skip_all_reduce_unused_params,
                 delayed=self._delayed_names,
+                reduction=self.reduction,
             ),
             self._mixed,
+            self._post_reduction,
             progress=self._progress,
         )
         self.logger = DDPLogger(self.reducer)
@@ -230,8 +250,8 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         self._warned_unreduced = True
         warnings.warn(
             "a backward pass reached parameters of this DistributedDataParallel without passing an output of it, and "
-            "its gradients were not reduced: they differ between ranks. Call the wrapper, not wrapper.module; or pass "
-            "an output through the loss; or, if gradients are to stay local, use no_sync().",
+            "its gradients were not reduced: they differ between ranks. Call the wrapper, not wrapper.module, or call "
+            "sync_gradients() after the backward pass; if gradients are to stay local, use no_sync().",
             stacklevel=2,
         )
         return True
@@ -287,6 +307,8 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             if grads and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
+        if grads and self.require_backward_grad_sync:
+            self._count_step()
         if self._check_sync_bufs_pre_fwd():
             with self._progress.waiting(self._progress.forward_name, "the sync of buffers"):
                 self._sync_buffers()
@@ -315,13 +337,17 @@ class DistributedDataParallel(DDPMembers, TorchDDP):  # type: ignore[misc]
         return output
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Forwards in this context leave gradients local; they are reduced with the next synchronising backward pass.
 
         The forward must be inside; a backward pass is synchronising if its forward was.
+
+        Args:
+            enabled: False changes nothing, so that one loop serves all microbatches of a step:
+                `with ddp.no_sync(enabled=not last): ...`.
         """
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        self.require_backward_grad_sync = before and not enabled
         try:
             yield
         finally:

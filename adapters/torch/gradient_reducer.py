@@ -22,8 +22,10 @@ from unified_ddp.torch.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.hooks import CommHook
 from unified_ddp.torch.mixed_precision import MixedPrecision
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
+from unified_ddp.torch.post_reduction import PostReductionHooks
 from unified_ddp.torch.progress import Progress
 from unified_ddp.torch.reducer_members import ReducerMembers
+from unified_ddp.torch.scaling import SumScaling, make_scaling
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.torch.transport import ProcessGroupTransport
 from unified_ddp.torch.usage import Usage
@@ -44,6 +46,7 @@ class ReducerOptions:
     static_graph: bool
     skip_unused: bool = False
     delayed: frozenset[str] = frozenset()
+    reduction: str = "mean"
 
 
 _live: "weakref.WeakSet[GradientReducer]" = weakref.WeakSet()
@@ -57,6 +60,7 @@ class GradientReducer(ReducerMembers):
         transport: the ranks.
         options: see there.
         mixed: lowers and restores the parameters, if mixed precision is asked for.
+        post_reduction: hooks to call on parameters whose gradients are reduced.
         progress: names iterations and ranks in errors.
     """
 
@@ -66,6 +70,7 @@ class GradientReducer(ReducerMembers):
         transport: ProcessGroupTransport,
         options: ReducerOptions,
         mixed: MixedPrecision | None = None,
+        post_reduction: PostReductionHooks | None = None,
         *,
         progress: Progress,
     ) -> None:
@@ -92,8 +97,13 @@ class GradientReducer(ReducerMembers):
         )
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.adopt(plan)
+        self.post_reduction = post_reduction or PostReductionHooks()
+        self.backend.on_reduced = functools.partial(self.post_reduction.run, self.names, self.params)
         eager = [not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs]
         self.core = Reducer(plan, self.backend, weak_call(self._start_at_parameter), eager)
+        # without a cycle: a dropped reducer goes at once
+        touched = functools.partial(Reducer.touched, weakref.proxy(self.core))
+        self.scaling = self.backend.scaling = make_scaling(options.reduction, transport, touched)
         self.last_order: tuple[int, ...] = ()
         self.buckets_reduced = 0
         self._observed: list[int] | None = None
@@ -111,6 +121,9 @@ class GradientReducer(ReducerMembers):
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
         handles = [p.register_post_accumulate_grad_hook(self.core.hook(i)) for i, p in enumerate(self.params)]
+        if isinstance(self.scaling, SumScaling):
+            before = weak_call(self._before_gradient)
+            handles += [p.register_hook(_at(before, i)) for i, p in enumerate(self.params)]
         self.remove_hooks = weakref.finalize(self, _remove, handles)
         _live.add(self)
 
@@ -153,6 +166,8 @@ class GradientReducer(ReducerMembers):
             self.usage.next_iteration(self.transport.rank)
         except UnusedParameterError as error:
             raise UnusedParameterError(f"{error}{self._other_ranks(error)}") from None
+        if self.scaling is not None:
+            self.scaling.next_iteration()
 
     def _other_ranks(self, error: UnusedParameterError) -> str:
         """Tells the other ranks what this one left unused, and returns what they say of themselves."""
@@ -226,6 +241,14 @@ class GradientReducer(ReducerMembers):
             self._context = self._forward_context
             self.core.mark(param)
 
+    def _before_gradient(self, param: int) -> None:
+        """Before a parameter's gradient is added to its `.grad`: see `SumScaling`."""
+        assert isinstance(self.scaling, SumScaling)
+        if self.core.touched(param) or not self.backend.has_gradient(param):
+            return
+        if _engine.accumulates(_engine.accumulate_grad_node(self.params[param])):
+            self.backend.scale_gradient(param, self.scaling.share)
+
     def _start(self) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self._left_by_exception():
@@ -242,6 +265,8 @@ class GradientReducer(ReducerMembers):
         if self.options.skip_unused:
             expected = arrival if arrival is not None else bytes([1]) * len(self.params)
             self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
+        if self.scaling is not None and arrival is not None and any(arrival):  # not if this is autograd.grad
+            self.scaling.exchange()
         self.core.begin(self._without_delayed(arrival))
 
     def _arrivals(self) -> bytes | None:
@@ -279,9 +304,12 @@ class GradientReducer(ReducerMembers):
             self.backend.report_usage(used)
         self.backend.known_usage = self.usage.known
         self._in_doubt = True
-        self.core.finish()
-        self._in_doubt = False
-        self._after_reduction()
+        try:
+            self.core.finish()
+            self._in_doubt = False
+            self._after_reduction()
+        finally:
+            self.post_reduction.raise_first()
 
     def _after_reduction(self, shadow: bool = False) -> None:
         self.timer.mark(timing.COMM_END)
@@ -311,6 +339,9 @@ class GradientReducer(ReducerMembers):
         nobody = [False] * len(self.params)
         if self.options.skip_unused:
             self.backend.ask_usage(nobody)
+        if self.scaling is not None:
+            self.scaling.exchange(joined=True)
+            self.scaling.factor()  # raises on every rank or on none
         pending = [self.backend.launch_zeros(bucket) for bucket in range(len(self.plan.buckets))]
         if self.usage.is_asked and not self.options.skip_unused:
             self.backend.report_usage(nobody)
@@ -318,6 +349,31 @@ class GradientReducer(ReducerMembers):
         for bucket, reduction in enumerate(pending):
             self.core.wait(bucket, reduction)
         self._after_reduction(shadow=True)
+
+    def reduce_accumulated(self) -> None:
+        """Reduces every gradient as it is, outside a backward pass. What no rank has is left alone.
+
+        Raises:
+            ReductionError: a backward pass is under way, or one ended with gradients half reduced.
+        """
+        if _engine.in_backward():
+            raise ReductionError("sync_gradients() was called during a backward pass; call it when that has ended")
+        if self.core.phase is Phase.ACTIVE:
+            self._give_up()
+        self._agree_after_exception()
+        if self.mixed is not None:
+            self.mixed.restore()
+        self.progress.backwards += 1
+        self.backend.start_step()
+        self.backend.ask_usage([self.backend.has_gradient(i) for i in range(len(self.params))])
+        self.core.begin()
+        self._in_doubt = True
+        try:
+            self.core.finish()
+            self._in_doubt = False
+            self.backend.finished()
+        finally:
+            self.post_reduction.raise_first()
 
     # --- a backward pass that an exception ended
 
@@ -368,6 +424,10 @@ class _End:
 
     def __call__(self) -> None:
         self._reducer.finish()
+
+
+def _at(call: Callable[[int], None], param: int) -> Callable[[Any], None]:
+    return lambda _grad: call(param)
 
 
 def _remove(handles: list[Any]) -> None:

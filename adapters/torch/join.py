@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 if TYPE_CHECKING:
     from unified_ddp.torch.ddp import DistributedDataParallel
@@ -39,5 +39,7 @@ class DDPJoinHook(JoinHook):
             reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes the model of the rank that joined last."""
+        """Takes the model of the rank that joined last, and leaves the context: torch's `Join` does not tell us to."""
         self.ddp._sync_final_model(is_last_joiner)
+        self.ddp._join_config = _JoinConfig.construct_disabled_join_config()
+        self.ddp.reducer.backend.set_join_work(None)

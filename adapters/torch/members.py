@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from unified_ddp.torch.buffers import broadcast_buffers
 from unified_ddp.torch.hooks import CommHook, builtin_hook
+from unified_ddp.torch.sync_batchnorm import adopt_sync_batchnorm
 
 if TYPE_CHECKING:
     from unified_ddp.torch.gradient_reducer import GradientReducer
@@ -114,6 +115,6 @@ class DDPMembers:
         return [p for p, _ in found.values()], [sparse for _, sparse in found.values()]
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
-        """Refuses SyncBatchNorm where torch has no implementation of it."""
-        if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()) and self.device_type == "cpu":  # type: ignore[attr-defined]
-            raise ValueError("SyncBatchNorm layers only work with GPU modules")
+        """Makes SyncBatchNorm layers ours where torch has no implementation of them."""
+        if self.device_type == "cpu":  # type: ignore[attr-defined]
+            adopt_sync_batchnorm(module)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.utils import _cast_forward_inputs
 
 from unified_ddp.plan import BucketSpec
-from unified_ddp.torch.storage import BucketStorage, gradient_views
+from unified_ddp.torch.storage import BucketStorage, gradient_views, scale_gradient
 
 __all__ = ["MixedBucketStorage", "MixedPrecision"]
 
@@ -86,6 +86,12 @@ class MixedPrecision:
             return grad if held is None else held
         return held + grad.to(held.dtype)
 
+    def scale_gradient(self, param: torch.Tensor, factor: float) -> None:
+        """Scales the gradient accumulated so far, what was set aside included."""
+        scale_gradient(param, factor)
+        if param in self._held:
+            self._held[param] = self._held[param] * factor
+
     def _forget_low(self, param: torch.Tensor) -> None:
         param._mp_param = torch.empty(0, dtype=self.config.param_dtype or param.dtype, device=param.device)  # type: ignore[attr-defined]
 
@@ -101,11 +107,12 @@ class MixedBucketStorage(BucketStorage):
         """Returns the gradient to pack."""
         return self._mixed.gradient(self.params[position])
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradients, in the parameters' own dtype."""
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradients, in the parameters' own dtype; returns the positions that it did so for."""
         with torch.no_grad():
             views = gradient_views(self.checked(reduced), self.spec, self.params)
             left = self._absent_everywhere(views).union(keep)
             for position, param in enumerate(self.params):
                 grad = self.gradient(position) if position in left else views[position].clone()
                 self._mixed.restore_param(param, grad)
+        return [i for i in range(len(self.params)) if i not in left]

@@ -14,12 +14,15 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
+from unified_ddp.torch.scaling import REDUCTIONS
 
 __all__ = [
     "BucketCaps",
     "Placement",
     "check_delayed",
+    "check_every",
     "check_parameters",
+    "check_reduction_name",
     "resolve_buffer_sync",
     "resolve_group",
     "use_side_stream",
@@ -192,6 +195,32 @@ def warn_deprecated(check_reduction: bool) -> None:
             FutureWarning,
             stacklevel=3,
         )
+
+
+def check_reduction_name(reduction: str) -> str:
+    """Returns `reduction`.
+
+    Raises:
+        ValueError: there is no such reduction.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}")
+    return reduction
+
+
+def check_every(check_replicas_every: int | None) -> int | None:
+    """Returns `check_replicas_every`.
+
+    Raises:
+        TypeError, ValueError: it is neither None nor a positive integer.
+    """
+    if check_replicas_every is None:
+        return None
+    if isinstance(check_replicas_every, bool) or not isinstance(check_replicas_every, int):
+        raise TypeError(f"check_replicas_every is a number of steps or None, not {check_replicas_every!r}")
+    if check_replicas_every < 1:
+        raise ValueError(f"check_replicas_every is a positive number of steps or None, not {check_replicas_every}")
+    return check_replicas_every
 
 
 def use_side_stream() -> bool:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from unified_ddp.torch.grad_bucket import GradBucket
 
@@ -22,7 +23,7 @@ class ReducerMembers:
     """Mixed into `GradientReducer`; each member does what torch's does."""
 
     if TYPE_CHECKING:
-        params: list[torch.Tensor]
+        params: list[nn.Parameter]
         backend: TorchBackend
         transport: ProcessGroupTransport
         usage: Usage

@@ -47,17 +47,17 @@ class SparseBucketStorage:
         """Takes a copy of the gradient. A missing one counts as zero, a dense one is made sparse."""
         grad = self.gradient()
         with torch.no_grad():
-            if grad is None:
+            self._dense = grad is not None and not grad.is_sparse
+            if grad is None or scale == 0.0:
                 self.flat = self._empty()
             else:
-                self._dense = not grad.is_sparse
                 own = grad.to_sparse(1) if self._dense else grad.clone()
                 self.flat = own if scale == 1.0 else own.mul_(scale)
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradient, dense again if this rank's was."""
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradient, dense again if this rank's was; returns [0] if `.grad` is reduced now."""
         if keep:
-            return
+            return []
         param = self.params[0]
         with torch.no_grad():
             result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
@@ -68,6 +68,7 @@ class SparseBucketStorage:
                 param.grad = result
         self._dense = False
         self.flat = self._empty()
+        return [0] if self.context is None else []
 
     def _empty(self) -> torch.Tensor:
         param = self.params[0]

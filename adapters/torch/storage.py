@@ -7,7 +7,7 @@ import torch
 from unified_ddp.errors import ReductionError
 from unified_ddp.plan import BucketSpec
 
-__all__ = ["BucketStorage", "gradient_views"]
+__all__ = ["BucketStorage", "gradient_views", "scale_gradient"]
 
 
 def gradient_views(flat: torch.Tensor, spec: BucketSpec, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -79,6 +79,8 @@ class BucketStorage:
             grad = self.gradient(position)
             if grad is None:
                 self._mark_absent(position)
+            elif scale == 0.0:
+                view.zero_()  # not 0 times the gradient, which may not be finite
             elif grad.is_sparse or grad.dtype != view.dtype:
                 view.copy_(grad.to_dense()).mul_(scale)
             elif scale == 1.0:
@@ -103,13 +105,16 @@ class BucketStorage:
             view, grad = self.views[i], self.gradient(i)
             if grad is None:
                 self._mark_absent(i)
+            elif scale == 0.0:
+                view.zero_()
+                self._become_view(i, grad)
             elif not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
                 self._become_view(i, grad)
         if into:
             torch._foreach_copy_(into, copied)
-        if scale != 1.0:
+        if scale not in (0.0, 1.0):
             if positions is None:
                 self.flat.mul_(scale)
             else:
@@ -132,8 +137,8 @@ class BucketStorage:
         self.lent = absent - nowhere
         return nowhere
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> None:
-        """Makes `reduced` the gradients.
+    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+        """Makes `reduced` the gradients, and returns the positions whose `.grad` is reduced now.
 
         Args:
             reduced: flat, of the storage's length: the storage itself, or what a comm hook made of it.
@@ -146,10 +151,12 @@ class BucketStorage:
             positions = [i for i in range(len(self.params)) if i not in left] if left else range(len(self.params))
             if self.context is not None:
                 self._write_context(views, positions)
-            elif self.as_views:
+                return ()
+            if self.as_views:
                 self._install_views(reduced, positions)
             else:
                 self._copy_out(views, positions)
+        return positions
 
     def checked(self, reduced: torch.Tensor) -> torch.Tensor:
         """Returns `reduced`, flat.
@@ -203,6 +210,15 @@ class BucketStorage:
                 copied.append(views[i])
         if into:
             torch._foreach_copy_(into, copied)
+
+
+def scale_gradient(param: torch.Tensor, factor: float) -> None:
+    """Scales a parameter's `.grad` in place; one that is part of a graph (create_graph) is replaced."""
+    grad = param.grad
+    if grad is not None and grad.requires_grad:
+        param.grad = grad * factor
+    elif grad is not None:
+        grad.mul_(factor)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

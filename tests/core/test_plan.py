@@ -1,7 +1,9 @@
 import copy
 import json
 import pickle
+import sys
 
+import numpy as np
 import pytest
 
 from unified_ddp import (
@@ -51,6 +53,8 @@ def test_bucket_caps() -> None:
     assert bucket_caps(2.5) == [int(2.5 * MIB)]
     assert bucket_caps(7, [1, 0.5]) == [MIB, MIB // 2]
     assert bucket_caps(1e-9) == [1]
+    assert bucket_caps(1e308) == bucket_caps(10**400) == [sys.maxsize]
+    assert bucket_caps(np.float32(2)) == bucket_caps(None, np.array([2])) == [2 * MIB]
 
 
 @pytest.mark.parametrize("cap", [0, -1, float("inf"), float("nan")])

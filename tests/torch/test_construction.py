@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import MLP, ConvNet
+from support.oracle import check_step
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from unified_ddp.torch import DistributedDataParallel
 
@@ -22,6 +24,29 @@ class Named(nn.Module):
         for layer in self.children():
             x = layer(x)
         return x
+
+
+class Table(nn.Module):
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.zeros(size, dtype=dtype))
+
+
+def tied(module: nn.Module, really: bool) -> nn.Module:
+    if really:
+        module.b.weight = module.a.weight
+    return module
+
+
+def ignoring(module: nn.Module, names: list[str]) -> nn.Module:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    return module
+
+
+def delaying(module: nn.Module, names: list[str]) -> dict[str, Any]:
+    named = [(n, module.get_parameter(n)) for n in names]
+    trigger = module.head.weight if named else None
+    return {"module": module, "delay_all_reduce_named_params": named or None, "param_to_hook_all_reduce": trigger}
 
 
 def frozen(layer: nn.Module) -> nn.Module:
@@ -73,7 +98,55 @@ MISMATCHES: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
         lambda rank: {"module": MLP(), "bucket_cap_mb": 1 + rank},
         ["bucket caps", "1048576"],
     ),
+    "names": (
+        lambda rank: {"module": Named(**{"b" if rank == 2 else "a": nn.Linear(4, 4)})},
+        ["parameter number 0", "'a.weight' on ranks 0, 1", "'b.weight' on rank 2"],
+    ),
+    "tied": (
+        lambda rank: {"module": tied(Named(a=nn.Linear(4, 4), b=nn.Linear(4, 4)), rank == 1)},
+        ["parameter number 2", "'b.weight' on ranks 0, 2", "'b.bias' on rank 1", "3 parameters on rank 1"],
+    ),
+    "buffer shape": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), b=Table(3 + (rank == 0)))},
+        ["shape of buffer 'b.values'", "[4] on rank 0", "[3] on ranks 1, 2"],
+    ),
+    "buffer dtype": (
+        lambda rank: {"module": Named(a=nn.Linear(4, 4), b=Table(3, torch.float64 if rank else torch.int64))},
+        ["dtype of buffer 'b.values'", "int64 on rank 0", "float64 on ranks 1, 2"],
+    ),
+    "sparse gradients": (
+        lambda rank: {"module": Named(a=nn.Embedding(4, 4, sparse=rank == 2))},
+        ["parameters with sparse gradients is [] on ranks 0, 1, ['a.weight'] on rank 2"],
+    ),
+    "ignored": (
+        lambda rank: {"module": ignoring(Named(a=nn.Linear(4, 4), b=nn.Linear(4, 4)), ["b.weight"] * (rank == 0))},
+        ["parameter number 2", "'b.bias' on rank 0", "'b.weight' on ranks 1, 2"],
+    ),
+    "delayed": (
+        lambda rank: delaying(MLP(), ["head.bias"] * (rank == 1)),
+        ["delay_all_reduce_named_params is [] on ranks 0, 2, ['head.bias'] on rank 1"],
+    ),
+    "mixed precision": (
+        lambda rank: {"module": MLP(), "mixed_precision": _MixedPrecision(torch.bfloat16) if rank == 0 else None},
+        ["mixed_precision is", "torch.bfloat16", "on rank 0", "None on ranks 1, 2"],
+    ),
 }
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "static_graph": (False, True),
+    "forward_sync_buffers": (True, False),
+    "skip_all_reduce_unused_params": (False, True),
+    "reduction": ("mean", "sum"),
+    "check_replicas_every": (None, 5),
+}
+for option, (usual, other) in OPTIONS.items():
+    MISMATCHES[option] = (
+        lambda rank, option=option, usual=usual, other=other: {
+            "module": MLP(),
+            option: other if rank == 1 else usual,
+        },
+        [f"{option} is {usual!r} on ranks 0, 2, {other!r} on rank 1"],
+    )
 
 
 def case_mismatch(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
@@ -95,6 +168,18 @@ def test_all_ranks_name_the_first_difference(world: Callable[[int], Any], kind: 
     for fragment in MISMATCHES[kind][1]:
         assert fragment in message
     assert untouched
+
+
+def case_may_differ(rank: int, world_size: int) -> None:
+    """How a rank holds its gradients is its own business."""
+    ddp = DistributedDataParallel(MLP(), gradient_as_bucket_view=rank == 1)
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        check_step(ddp, lambda m, x=x: m(x).pow(2).sum().backward())
+
+
+def test_options_that_may_differ(world: Callable[[int], Any]) -> None:
+    world(3).run(case_may_differ)
 
 
 def case_sync(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
@@ -144,26 +229,29 @@ def test_buffers_follow_rank_0(world: Callable[[int], Any], sync: bool) -> None:
     world(2).run(case_buffers, sync=sync)
 
 
-BAD_CAPS = [0, -1, float("nan"), float("inf"), "25", True, [], [25, 0], [25, "x"], [float("nan")], [-1.0]]
+NAN, INF = float("nan"), float("inf")
+BAD_CAPS: list[tuple[str, Any, type[Exception], str]] = [
+    *(("bucket_cap_mb", value, ValueError, repr(value)) for value in (0, -1, -0.5, NAN, INF, -INF)),
+    *(("bucket_cap_mb", value, TypeError, repr(value)) for value in ("25", True, [25], (1, 2), 1j, object)),
+    *(("bucket_cap_mb_list", [25, value], ValueError, repr(value)) for value in (0, -1.0, NAN, INF)),
+    *(("bucket_cap_mb_list", [value], TypeError, repr(value)) for value in ("x", None, False, [25])),
+    ("bucket_cap_mb_list", [], ValueError, "empty"),
+    ("bucket_cap_mb_list", (), ValueError, "empty"),
+    *(("bucket_cap_mb_list", value, TypeError, repr(value)) for value in (25, "25", 2.5, True)),
+]
 
 
-def case_bad_caps(rank: int, world_size: int) -> list[tuple[str, str]]:
-    seen = []
-    for value in BAD_CAPS:
-        argument = "bucket_cap_mb_list" if isinstance(value, list) else "bucket_cap_mb"
-        with pytest.raises((TypeError, ValueError)) as caught:
+def case_bad_caps(rank: int, world_size: int) -> None:
+    for argument, value, error, shown in BAD_CAPS:
+        with pytest.raises(error) as caught:
             DistributedDataParallel(MLP(), **{argument: value})
-        seen.append((type(caught.value).__name__, str(caught.value)))
-    return seen
+        message = str(caught.value)
+        assert message.startswith(argument + " "), (value, message)
+        assert shown in message, (value, message)
 
 
 def test_bucket_caps_that_cannot_be(world: Callable[[int], Any]) -> None:
-    for seen in world(2).run(case_bad_caps):
-        for value, (kind, message) in zip(BAD_CAPS, seen, strict=True):
-            bad = next((v for v in value if v != 25), None) if isinstance(value, list) else value
-            assert kind == ("TypeError" if isinstance(bad, bool | str) else "ValueError")
-            assert "bucket_cap_mb" in message
-            assert repr(bad) in message or value == []
+    world(2).run(case_bad_caps)
 
 
 def case_bad_modules(rank: int, world_size: int) -> None:

@@ -39,6 +39,7 @@ def case_join(rank: int, world_size: int, initial: bool, options: dict[str, Any]
                 backward(ddp, data[rank])
                 for name, p in ddp.module.named_parameters():
                     torch.testing.assert_close(p.grad, expected[name])
+        check_step(ddp, lambda m: backward(m, torch.ones(3, 8) * rank))  # outside the context again
     for p in ddp.parameters():
         every = [torch.empty_like(p) for _ in range(world_size)]
         dist.all_gather(every, p.detach())

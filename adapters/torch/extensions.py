@@ -1,0 +1,159 @@
+"""What `DistributedDataParallel` offers beyond torch's class."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from unified_ddp.errors import ReductionError
+from unified_ddp.torch.replicas import check_replicas
+from unified_ddp.torch.scaling import WeightedScaling
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.join import _JoinConfig
+
+    from unified_ddp.torch.gradient_reducer import GradientReducer
+    from unified_ddp.torch.post_reduction import PostReductionHook, PostReductionHooks
+    from unified_ddp.torch.progress import Progress
+    from unified_ddp.torch.transport import ProcessGroupTransport
+
+__all__ = ["DDPExtensions"]
+
+
+class DDPExtensions:
+    """Mixed into `DistributedDataParallel`."""
+
+    if TYPE_CHECKING:
+        reducer: GradientReducer
+        reduction: str
+        check_replicas_every: int | None
+        module: nn.Module
+        parameters_to_ignore: set[str]
+        _transport: ProcessGroupTransport
+        _progress: Progress
+        _steps: int
+        _lazy_init_ran: bool
+        _lazy_init: Callable[[], None]
+        _join_config: _JoinConfig
+        _post_reduction: PostReductionHooks
+
+    @torch._disable_dynamo
+    def sync_gradients(self) -> None:
+        """Reduces every `.grad` as it is now, without a forward or backward pass; every rank calls it.
+
+        For what `no_sync` accumulated, what came through `ddp.module` and what was assigned by hand. A gradient missing
+        on some ranks counts as zero; one missing on all stays None. What is equal on all ranks stays as it is, unless
+        a comm hook loses precision.
+
+        Raises:
+            ReductionError: a backward pass is under way, or an exception ended the last one when gradients were half
+                reduced, or ranks without inputs are in a `join` context, where they cannot answer this call.
+        """
+        self._refuse_in_join("sync_gradients()")
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        self._count_step()
+        with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
+            self.reducer.reduce_accumulated()
+
+    def _refuse_in_join(self, what: str) -> None:
+        if self._join_config.enable:
+            raise ReductionError(
+                f"{what} cannot be called inside `join`: ranks that have no inputs left do not answer it. Call it "
+                "outside"
+            )
+
+    def _count_step(self) -> None:
+        """Counts synchronising forwards and calls of `sync_gradients`, and checks the replicas when it is time."""
+        if self.check_replicas_every is None or self._join_config.enable:
+            return
+        self._steps += 1
+        if self._steps % self.check_replicas_every == 0:
+            self.check_replicas()
+
+    @torch._disable_dynamo
+    def check_replicas(self, *, buffers: bool = False) -> None:
+        """Compares the parameters of all ranks, bit by bit; every rank calls it.
+
+        A 64-bit fingerprint a parameter is computed on its device. Ranks exchange 8 bytes, and the fingerprints only if
+        those differ. NaNs of the same bits are equal. With `check_replicas_every=N` this is done before every Nth
+        step, a step being a synchronising forward or a call of `sync_gradients`, outside `join`, where ranks without
+        inputs have not stepped.
+
+        Args:
+            buffers: compare the buffers, too, which differ legitimately between two synchronising forwards.
+
+        Raises:
+            ReplicaMismatchError: on every rank, naming the first parameter that differs, and the ranks on each side.
+            ReductionError: it was called inside `join`.
+        """
+        self._refuse_in_join("check_replicas()")
+        ignored = self.parameters_to_ignore
+        kinds = {"parameter": self.module.named_parameters(), "buffer": self.module.named_buffers() if buffers else ()}
+        with self.reducer.errors_logged(), torch.no_grad():
+            for kind, tensors in kinds.items():
+                with self._progress.waiting("check_replicas", f"the comparison of {kind}s"):
+                    check_replicas(self._transport, {n: t for n, t in tensors if n not in ignored}, kind)
+
+    def register_post_reduction_hook(
+        self, hook: "PostReductionHook", params: Iterable[nn.Parameter] | None = None
+    ) -> RemovableHandle:
+        """Calls `hook(name, param)` whenever the reduced gradient of a parameter is final in `param.grad`.
+
+        That is at the end of each synchronising backward pass and in `sync_gradients`, bucket by bucket in launch
+        order, while later buckets are still being reduced; with gradients disabled. Not for parameters that no rank
+        used, whose `.grad` the reduction leaves alone. A hook may step an optimizer and set `.grad` to None.
+
+        If a hook raises, the reduction is completed without calling hooks any more and the exception then comes out of
+        `backward` (or `sync_gradients`): all gradients are reduced, and the next iteration works.
+
+        Args:
+            hook: called with the parameter's name in the wrapped module, and the parameter.
+            params: the parameters to call it for; None means all that are reduced.
+
+        Returns:
+            A handle with `remove()`.
+
+        Raises:
+            ValueError: one of `params` is not reduced.
+        """
+        if params is None:
+            return self._post_reduction.register(hook, None)
+        known = {id(p): name for name, p in zip(self.reducer.names, self.reducer.params, strict=True)}
+        wanted = list(params)
+        for position, param in enumerate(wanted):
+            if id(param) not in known:
+                raise ValueError(
+                    f"params[{position}], of shape {tuple(param.shape)}, is not reduced: it is frozen, ignored, or "
+                    "no parameter of the module"
+                )
+        return self._post_reduction.register(hook, [known[id(p)] for p in wanted])
+
+    def set_weight(self, weight: float) -> None:
+        """Sets this rank's weight w in the iteration's reduction, with `reduction="weighted_mean"`.
+
+        Gradients become sum(w_r g_r) / sum(w_r) over the ranks r, where g_r is everything that rank r accumulated since
+        the last reduction, also under `no_sync`. If rank r's losses of these microbatches add up to its mean loss over
+        w_r tokens, that is the gradient of the mean loss over all tokens: divide the summed loss of each microbatch by
+        w_r, the tokens of all of them. A weight of 0 leaves this rank's gradients out, even if they are NaN.
+
+        The weight is used by all reductions of one iteration, and dropped by the next synchronising forward: set it
+        before or after the forward, on every rank, in every iteration. Without a weight, or if all are 0, the backward
+        pass raises `ReductionError` on every rank and reduces nothing.
+
+        Args:
+            weight: finite and not negative; on accelerators better no tensor, as it is read on the host.
+
+        Raises:
+            TypeError, ValueError: it is no such number.
+            ReductionError: the wrapper was constructed with another `reduction`.
+        """
+        scaling = self.reducer.scaling
+        if not isinstance(scaling, WeightedScaling):
+            raise ReductionError(
+                "set_weight() needs DistributedDataParallel(..., reduction='weighted_mean'); this one has "
+                f"reduction={self.reduction!r}"
+            )
+        scaling.set_weight(weight)
