@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from unified_ddp.torch.hooks import CommHook, builtin_hook
+from unified_ddp.torch.optimizer_in_backward import step_optimizers_hook
 
 if TYPE_CHECKING:
     from unified_ddp.torch.gradient_reducer import GradientReducer
@@ -51,7 +52,9 @@ class DDPMembers:
         for param in self._module_parameters:
             for handle in param_to_optim_hook_handle_map.get(param, []):
                 handle.remove()
-        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
+        hook = step_optimizers_hook
+        if self.device_type != "cpu":  # type: ignore[attr-defined]
+            hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self._use_hook(CommHook(hook, weakref.ref(self)))
         self.reducer._set_optimizer_in_backward()
 

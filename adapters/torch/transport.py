@@ -28,6 +28,11 @@ class ProcessGroupTransport:
         """Number of ranks in the group."""
         return self.group.size()
 
+    @property
+    def backend_name(self) -> str:
+        """The backend that carries tensors on the device: gloo, nccl, ...; a group may have one for each device."""
+        return self.group._get_backend(self.device).name()
+
     def all_reduce(self, storage: torch.Tensor) -> dist.Work:
         """Starts summing a tensor in place over all ranks; on NCCL this runs on the communication stream."""
         return self.group.allreduce([torch.view_as_real(storage) if storage.is_complex() else storage])
