@@ -8,7 +8,7 @@ import torch.distributed as dist
 from unified_ddp.plan import BucketPlan, BucketSpec
 from unified_ddp.reducer import Reduction
 from unified_ddp.torch.grad_bucket import GradBucket
-from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
+from unified_ddp.torch.hooks import CommHook, DenseReduction, NoReduction, WorkReduction
 from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
 from unified_ddp.torch.sparse import SparseBucketStorage
 from unified_ddp.torch.storage import BucketStorage
@@ -150,7 +150,11 @@ class TorchBackend:
         self.launched += 1
         if self.comm_hook is not None:
             return self.comm_hook(bucket)
-        return WorkReduction(self.transport.all_reduce(bucket.buffer()), bucket.buffer())
+        storage = bucket.buffer()
+        if storage.is_sparse and not self.transport.sums_sparse:
+            dense = storage.to_dense()
+            return DenseReduction(self.transport.all_reduce(dense), dense)
+        return WorkReduction(self.transport.all_reduce(storage), storage)
 
     def _is_skipped(self, storage: BucketStorage | SparseBucketStorage, here: bool = True) -> bool:
         # A bucket with a gradient expected here is launched at once; the others wait for the end of the backward

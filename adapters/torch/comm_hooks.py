@@ -87,14 +87,14 @@ def _quantized_mean(process_group: dist.ProcessGroup | None, bucket: dist.GradBu
     channels = torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
     mine = quantize(channels)
     everybodys = [[torch.empty_like(tensor) for _ in range(group.size())] for tensor in mine]
-    futures = [
+    *earlier, last = [
         dist.all_gather(into, tensor, group=group, async_op=True).get_future()
         for into, tensor in zip(everybodys, mine, strict=True)
     ]
 
     def mean(done: Future) -> torch.Tensor:
-        for future in done.value():
-            future.wait()  # raises what went wrong; on GPUs, orders the streams
+        for future in (*earlier, done):  # the earlier ones are being carried out; on GPUs, this orders the streams
+            future.wait()
         total = torch.zeros_like(channels)
         for rank in range(group.size()):
             total += Quantized(*(tensors[rank] for tensors in everybodys)).values()
@@ -102,7 +102,7 @@ def _quantized_mean(process_group: dist.ProcessGroup | None, bucket: dist.GradBu
         result = torch.view_as_complex(result.view(-1, 2)) if buffer.is_complex() else result
         return result.to(buffer.dtype)
 
-    return torch.futures.collect_all(futures).then(mean)
+    return last.then(mean)
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:

@@ -14,6 +14,7 @@ from unified_ddp.torch.grad_bucket import GradBucket
 __all__ = [
     "CommHook",
     "DeferredReduction",
+    "DenseReduction",
     "FutureReduction",
     "NoReduction",
     "WorkReduction",
@@ -60,6 +61,19 @@ class WorkReduction:
         """Waits (NCCL: makes the current stream wait) and returns the storage."""
         self.work.wait()
         return self.storage
+
+
+@dataclass(frozen=True)
+class DenseReduction:
+    """A sparse gradient summed as a dense tensor, where the backend sums no sparse ones (NCCL)."""
+
+    work: dist.Work
+    dense: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """Waits as `WorkReduction` and returns the sum, sparse in the first dimension."""
+        self.work.wait()
+        return self.dense.to_sparse(1)
 
 
 @dataclass(frozen=True)
