@@ -58,13 +58,15 @@ compare-faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults --torch
 
 # Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax. A safe path
-# keeps the source folder, which has no native module, from hiding what was installed, in child processes too.
+# keeps the source folder, which has no native module, from hiding what was installed, in child processes too. JAX takes
+# its GPU, which the other tests keep it from, and no more of the memory than it needs.
 test-gpu:
 	@if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then \
 	  echo "test-gpu skipped: nvidia-smi finds no GPU on this machine"; \
 	else \
 	  $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index . && \
-	  PYTHONSAFEPATH=1 $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS); \
+	  JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONSAFEPATH=1 \
+	    timeout 300 $(PYTHON) -m pytest -m gpu tests/torch/test_gpu.py $(PYTEST_ARGS); \
 	fi
 
 lint: $(STAMP)

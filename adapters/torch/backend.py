@@ -8,7 +8,7 @@ import torch.distributed as dist
 from unified_ddp.plan import BucketPlan, BucketSpec
 from unified_ddp.reducer import Reduction
 from unified_ddp.torch.grad_bucket import GradBucket
-from unified_ddp.torch.hooks import CommHook, NoReduction, WorkReduction
+from unified_ddp.torch.hooks import CommHook, DenseReduction, NoReduction, WorkReduction
 from unified_ddp.torch.mixed_precision import MixedBucketStorage, MixedPrecision
 from unified_ddp.torch.progress import Progress, shortened
 from unified_ddp.torch.scaling import Scaling
@@ -179,7 +179,11 @@ class TorchBackend:
                 return self.comm_hook(bucket)
             except RuntimeError as error:
                 raise self.failure(bucket.index(), error) from error
-        return WorkReduction(self.transport.all_reduce(bucket.buffer()), bucket.buffer())
+        storage = bucket.buffer()
+        if storage.is_sparse and not self.transport.sums_sparse:
+            dense = storage.to_dense()
+            return DenseReduction(self.transport.all_reduce(dense), dense)
+        return WorkReduction(self.transport.all_reduce(storage), storage)
 
     def _wait_for_usage(self) -> None:
         assert self._counts is not None

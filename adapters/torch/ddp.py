@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
+from unified_ddp.torch.comm_hooks import must_run_alone, working_hook
 from unified_ddp.torch.construction import check_construction, describe
 from unified_ddp.torch.extensions import DDPExtensions
 from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
@@ -266,7 +267,9 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         return reduced_parameters(self.module, self.parameters_to_ignore)
 
     def _use_hook(self, hook: CommHook) -> None:
-        self.reducer.register_comm_hook(hook)
+        backend = self._transport.backend_name
+        working = working_hook(hook.hook, backend)
+        self.reducer.register_comm_hook(CommHook(working, hook.state, must_run_alone(working, backend)))
         self.logger._set_comm_hook_name(hook_name(hook.hook))
 
     @property

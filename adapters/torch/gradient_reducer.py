@@ -84,6 +84,7 @@ class GradientReducer(ReducerMembers):
         self.timer = timing.StepTimer(transport.device)
         self._specs = [param_spec(name, p, sparse=sparse) for name, (p, sparse) in params.items()]
         self._delayed = {i for i, name in enumerate(self.names) if name in options.delayed}
+        self._several_devices = len({p.device for p in self.params}) > 1
         self.usage = Usage(self.names, self._delayed, find_unused=options.find_unused, static=options.static_graph)
         plan = initial_plan(self._specs, options.initial_caps, self._delayed)
         self.backend = TorchBackend(
@@ -267,7 +268,9 @@ class GradientReducer(ReducerMembers):
             self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
         if self.scaling is not None and arrival is not None and any(arrival):  # not if this is autograd.grad
             self.scaling.exchange()
-        self.core.begin(self._without_delayed(arrival))
+        # With several devices, a bucket may become ready on the engine's thread for another one, whose streams are not
+        # those that its gradients were made on; at the end of the pass the caller's streams have waited for all.
+        self.core.begin(None if self._several_devices else self._without_delayed(arrival))
 
     def _arrivals(self) -> bytes | None:
         if self.mixed is not None:  # a parameter in another dtype has another node

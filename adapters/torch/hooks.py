@@ -13,6 +13,8 @@ from unified_ddp.torch.grad_bucket import GradBucket
 
 __all__ = [
     "CommHook",
+    "DeferredReduction",
+    "DenseReduction",
     "FutureReduction",
     "NoReduction",
     "WorkReduction",
@@ -30,16 +32,22 @@ class CommHook:
 
     hook: Hook
     state: Any
+    alone: bool = False
+    """Reduce buckets one after the other, at the end of the backward pass."""
 
-    def __call__(self, bucket: GradBucket) -> "FutureReduction":
+    def __call__(self, bucket: GradBucket) -> "FutureReduction | DeferredReduction":
         """Runs the hook on a bucket."""
+        return DeferredReduction(self, bucket) if self.alone else FutureReduction(self.start(bucket))
+
+    def start(self, bucket: GradBucket) -> torch.futures.Future:
+        """Runs the hook on a bucket now and returns its future."""
         future = self.hook(self.state, bucket)
         if not isinstance(future, torch.futures.Future | torch._C.Future):
             raise TypeError(
                 f"the comm hook {hook_name(self.hook)} returned {type(future).__name__} for bucket {bucket.index()}; "
                 "it must return a torch.futures.Future that holds the reduced tensor"
             )
-        return FutureReduction(future)
+        return future
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,19 @@ class WorkReduction:
         """Waits (NCCL: makes the current stream wait) and returns the storage."""
         self.work.wait()
         return self.storage
+
+
+@dataclass(frozen=True)
+class DenseReduction:
+    """A sparse gradient summed as a dense tensor, where the backend sums no sparse ones (NCCL)."""
+
+    work: dist.Work
+    dense: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """Waits as `WorkReduction` and returns the sum, sparse in the first dimension."""
+        self.work.wait()
+        return self.dense.to_sparse(1)
 
 
 @dataclass(frozen=True)
@@ -82,6 +103,18 @@ class FutureReduction:
                 f"a comm hook's future holds {type(value).__name__}; it must hold one tensor shaped as bucket.buffer()"
             )
         return value
+
+
+@dataclass(frozen=True)
+class DeferredReduction:
+    """A hook that runs when the result is asked for, and no other one meanwhile."""
+
+    hook: CommHook
+    bucket: GradBucket
+
+    def result(self) -> torch.Tensor:
+        """Runs the hook, waits and returns the tensor in its future."""
+        return FutureReduction(self.hook.start(self.bucket)).result()
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType, group: dist.ProcessGroup) -> CommHook:

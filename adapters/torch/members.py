@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from unified_ddp.torch.buffers import broadcast_buffers
 from unified_ddp.torch.hooks import CommHook, builtin_hook
+from unified_ddp.torch.optimizer_in_backward import StepOptimizersState, step_optimizers_hook
 from unified_ddp.torch.sync_batchnorm import adopt_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class DDPMembers:
         reducer: GradientReducer
         logger: DDPLogger
         process_group: dist.ProcessGroup
+        device: torch.device
         static_graph: bool
         find_unused_parameters: bool
         gradient_as_bucket_view: bool
@@ -52,14 +54,13 @@ class DDPMembers:
         """Steps optimizers of `_apply_optimizer_in_backward` after a parameter's bucket is reduced, not before."""
         if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
             return
-        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for param in self._module_parameters:
             for handle in param_to_optim_hook_handle_map.get(param, []):
                 handle.remove()
-        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
-        self._use_hook(CommHook(hook, weakref.ref(self)))
+        state = StepOptimizersState.on(self.device, weakref.ref(self))
+        self._use_hook(CommHook(step_optimizers_hook, state))
         self.reducer._set_optimizer_in_backward()
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:

@@ -59,7 +59,7 @@ class ReducerMembers:
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future:
         if self.backend.comm_hook is not None:
-            return self.backend.comm_hook(bucket).future
+            return self.backend.comm_hook.start(bucket)
         return self._run_allreduce_hook(bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future:

@@ -67,6 +67,7 @@ def durations(moments: dict[str, Moment]) -> dict[str, int]:
             if a.event is None:
                 found[name] = max(b.host - a.host, 0)
             else:
-                b.event.synchronize()
+                for moment in (a, b):  # they may be on different streams
+                    moment.event.synchronize()
                 found[name] = max(int(a.event.elapsed_time(b.event) * 1e6), 0)
     return found

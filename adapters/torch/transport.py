@@ -28,6 +28,16 @@ class ProcessGroupTransport:
         """Number of ranks in the group."""
         return self.group.size()
 
+    @property
+    def backend_name(self) -> str:
+        """The backend that carries tensors on the device: gloo, nccl, ...; a group may have one for each device."""
+        return self.group._get_backend(self.device).name()
+
+    @property
+    def sums_sparse(self) -> bool:
+        """Whether `all_reduce` takes sparse tensors."""
+        return self.backend_name == dist.Backend.GLOO
+
     def all_reduce(self, storage: torch.Tensor) -> dist.Work:
         """Starts summing a tensor in place over all ranks; on NCCL this runs on the communication stream."""
         return self.group.allreduce([torch.view_as_real(storage) if storage.is_complex() else storage])
@@ -48,6 +58,10 @@ class ProcessGroupTransport:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
-        every: list[str] = [""] * self.world_size
-        dist.all_gather_object(every, text, group=self.group)
-        return every
+        # as bytes on our own device: torch's collectives of objects choose the device for themselves
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = self.all_gather_ints(mine.numel())
+        padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel())).to(self.device)
+        every = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(every, padded, group=self.group)
+        return [bytes(t[:size].tolist()).decode() for t, size in zip(every, sizes, strict=True)]

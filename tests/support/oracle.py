@@ -10,7 +10,7 @@ from torch import nn
 
 def mean_over_ranks(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
     """The mean over ranks; a missing gradient counts as zero; None if it is missing on every rank."""
-    present = torch.tensor([float(grad is not None)])
+    present = torch.tensor([float(grad is not None)], device=like.device)
     dist.all_reduce(present)
     if not present.item():
         return None

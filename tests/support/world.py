@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with a gloo process group that run many cases, one after the other.
+"""Real ranks for tests: processes with a process group that run many cases, one after the other.
 
 A case is a top-level function `case(rank, world_size, **kwargs)` of a test module; every rank runs it at once. A world
 whose case failed or timed out may hold ranks in the middle of a collective, so it is ended and made anew for the next.
@@ -31,8 +31,9 @@ class RankError(AssertionError):
 
 
 class World:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -72,7 +73,7 @@ class World:
         store = tempfile.mktemp(prefix="unified_ddp_store_")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self.backend, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -93,13 +94,15 @@ class World:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, pipe: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)  # one GPU a rank; gloo ranks share the first
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     pipe.send(RankResult(value="started"))
     while True:
         try:

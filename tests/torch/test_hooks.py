@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.models import MLP, TiedEmbedding
 from support.oracle import assert_equals_oracle, check_step, oracle
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from unified_ddp.torch import DistributedDataParallel
 
@@ -61,20 +61,6 @@ def case_hook(rank: int, world_size: int, hook: str, view: bool) -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_that_average(world: Callable[[int], Any], hook: str, view: bool) -> None:
     world(2).run(case_hook, hook=hook, view=view)
-
-
-def case_power_sgd(rank: int, world_size: int) -> None:
-    """At full rank PowerSGD loses nothing but what its error feedback brings back."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=32, start_powerSGD_iter=2)
-    ddp = DistributedDataParallel(MLP(width=16))
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for _ in range(4):
-        x = torch.randn(32, 8)
-        check_step(ddp, lambda m, x=x: backward(m, x), 1e-3)
-
-
-def test_power_sgd(world: Callable[[int], Any]) -> None:
-    world(2).run(case_power_sgd)
 
 
 def case_noop(rank: int, world_size: int) -> None:

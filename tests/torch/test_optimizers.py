@@ -3,21 +3,19 @@
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.cpu_shim import DummyStream
 from support.models import MLP, ConvNet
 from support.oracle import mean_over_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
-from unified_ddp.torch import DistributedDataParallel
+from unified_ddp.torch import DistributedDataParallel, comm_hooks
 
 
 def oracle_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -35,7 +33,7 @@ def assert_equal_models(a: nn.Module, b: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def case_zero(rank: int, world_size: int, overlap: bool, static: bool, view: bool) -> None:
+def case_zero(rank: int, world_size: int, overlap: str | None, static: bool, view: bool, shard: bool) -> None:
     options = {"gradient_as_bucket_view": view, "static_graph": static}
     # torch's overlapped hook needs rebuilt buckets, several of them
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.004 if overlap else None, **options)
@@ -44,8 +42,7 @@ def case_zero(rank: int, world_size: int, overlap: bool, static: bool, view: boo
     kwargs: dict[str, Any] = {"overlap_with_ddp": True} if overlap else {}
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam, lr=0.01, **kwargs)
     if overlap:
-        with mock.patch.object(dist, "get_backend", return_value="nccl"):  # torch's hook refuses gloo
-            hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, ddp, optimizer)
+        hook = getattr(comm_hooks, overlap)(default_hooks.allreduce_hook, ddp, optimizer, shard_buckets=shard)
         ddp.register_comm_hook(None, hook)
     # an overlapped optimizer steps from the iteration on in which it knows the rebuilt buckets
     warmup = (3 if static else 2) if overlap else 0
@@ -63,9 +60,19 @@ def case_zero(rank: int, world_size: int, overlap: bool, static: bool, view: boo
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_zero_redundancy(world: Callable[[int], Any], overlap: bool, static: bool, view: bool) -> None:
-    world(2).run(case_zero, overlap=overlap, static=static, view=view)
+@pytest.mark.parametrize(
+    ("overlap", "shard"),
+    [
+        (None, False),
+        ("hook_with_zero_step", False),
+        ("hook_with_zero_step_interleaved", False),
+        ("hook_with_zero_step", True),
+    ],
+)
+def test_zero_redundancy(
+    world: Callable[[int], Any], overlap: str | None, static: bool, view: bool, shard: bool
+) -> None:
+    world(2).run(case_zero, overlap=overlap, static=static, view=view, shard=shard)
 
 
 def case_post_local_sgd(rank: int, world_size: int) -> None:
@@ -96,8 +103,7 @@ def case_in_backward(rank: int, world_size: int, how: str, view: bool) -> None:
     torch.manual_seed(5)
     module = MLP()
     other = copy.deepcopy(module)
-    if how == "apply":  # torch's hook asks for an accelerator's streams, which there are none of
-        torch.Stream = torch.accelerator.current_stream = DummyStream  # type: ignore[misc,assignment]
+    if how == "apply":
         _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=view)
     if how == "fused":
@@ -109,6 +115,7 @@ def case_in_backward(rank: int, world_size: int, how: str, view: bool) -> None:
         ddp.zero_grad()
         ddp(x).pow(2).mean().backward()
         assert_equal_models(module, other)
+        assert how == "fused" or all(p.grad is None for p in module.parameters())
 
 
 @pytest.mark.parametrize("view", [False, True])

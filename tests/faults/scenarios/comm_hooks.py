@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.models import MLP
 from support.oracle import check_step
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -103,6 +104,21 @@ def mixed(ddp_class: Any, rank: int, world_size: int) -> None:
             mean /= world_size
             assert p.dtype == p.grad.dtype == torch.float32
             assert (p.grad - mean).abs().max() <= 0.03 * mean.abs().max() + 1e-6
+
+
+@row("SyncBatchNorm on CPUs", "batch norm over the batches of all ranks")
+def sync_batchnorm(ddp_class: Any, rank: int, world_size: int) -> None:
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    ddp = ddp_class(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole)))
+    for _ in range(3):
+        batches = torch.randn(world_size, 4, 8)
+        whole.zero_grad()
+        loss(whole(batches.flatten(0, 1))).backward()
+        ddp.zero_grad()
+        loss(ddp(batches[rank])).backward()
+        for mine, expected in zip(ddp.module.parameters(), whole.parameters(), strict=True):
+            assert (mine.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max() + 1e-7
 
 
 @row("TORCH_DISTRIBUTED_DEBUG", "the same gradients", variants=({"level": "INFO"}, {"level": "DETAIL"}))
