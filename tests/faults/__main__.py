@@ -32,7 +32,9 @@ def main(
             first = outcome.text.splitlines()[0][:200] if outcome.text else ""
             shown = "right" if outcome.right else f"[red]{first}[/red]".replace("[/", r"[/") if first else "wrong"
             mark = "ok  " if outcome.right else "FAIL"
-            console.print(f"{mark} {row.kind}: {row.name}\n     {first}".rstrip(), markup=False, highlight=False)
+            console.print(f"{mark} {row.kind}: {row.name}", markup=False, highlight=False)
+            if not outcome.right:
+                console.print(f"     {first}", markup=False, highlight=False)
             table.add_row(row.kind, row.name, row.expected, shown)
     finally:
         for world in worlds.values():
