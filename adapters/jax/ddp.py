@@ -13,7 +13,7 @@ from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_ax
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
-from unified_ddp.jax.schema import plan_of, positions_in, schema_of
+from unified_ddp.jax.schema import Schema, frozen_names, plan_of, positions_in, schema_of, without
 from unified_ddp.plan import BucketPlan, bucket_caps
 
 __all__ = ["DistributedDataParallel"]
@@ -33,6 +33,9 @@ class DistributedDataParallel:
         bucket_cap_mb_list: one size in MiB a bucket, the last repeats; goes before `bucket_cap_mb`.
         plan: a plan to take over by name instead, such as that of a torch module with the same names.
         comm_hook: reduces a bucket in place of the mean by all-reduce, see `CommHook`.
+        trainable: which parameters are trained: a pytree of bools that is a prefix of `params`, or a function of a
+            name such as "conv1.kernel"; None trains all. The others are frozen: no gradient, and nothing is reduced.
+        reduce_dtype: floating-point type to reduce gradients in, such as `jnp.bfloat16`; None keeps their own.
         strategy: "flat" packs the small gradients of a bucket into one array, "tuple" gives them to one `psum` as they
             are. None chooses "flat" when there are several processes, "tuple" within one.
 
@@ -50,13 +53,21 @@ class DistributedDataParallel:
         bucket_cap_mb_list: Sequence[float] | None = None,
         plan: BucketPlan | None = None,
         comm_hook: CommHook | None = None,
+        trainable: Any | Callable[[str], bool] | None = None,
+        reduce_dtype: Any = None,
         strategy: Strategy | None = None,
     ) -> None:
         check_strategy(strategy)
         self._axes = axis_names(axis_name)
-        schema = schema_of(params)
+        self._frozen = frozen_names(params, trainable)
+        self._reduce_dtype = _floating(reduce_dtype)
+        schema = self._schema(params)
         if not schema.specs:
-            raise PlanError("params has no leaf that can have a gradient; give a pytree with floating-point arrays")
+            raise PlanError(
+                "params has no leaf that can have a gradient"
+                + (" and is not frozen" if self._frozen else "")
+                + "; give a pytree with floating-point arrays"
+            )
         if plan is None:
             plan = plan_of(schema, tuple(bucket_caps(bucket_cap_mb, bucket_cap_mb_list)))
         elif bucket_cap_mb is not None or bucket_cap_mb_list is not None:
@@ -115,7 +126,7 @@ class DistributedDataParallel:
             require_axes(self._axes, "value_and_grad")
             params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
             leaves, treedef = jax.tree.flatten(params)
-            order = positions_in(self._plan, schema_of(params))
+            order = positions_in(self._plan, self._schema(params))
 
             def local_loss(trained: list[Any]) -> tuple[Any, tuple[Any, Any]]:
                 filled = jax.tree.unflatten(treedef, _put(leaves, order, trained))
@@ -135,6 +146,27 @@ class DistributedDataParallel:
 
         return value_and_grad
 
+    def grad(
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        sync: bool = True,
+        holomorphic: bool = False,
+    ) -> Callable[..., Any]:
+        """Returns a function that gives the mean gradients alone, or with `has_aux` the pair (gradients, aux).
+
+        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`.
+        """
+        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic)
+
+        @functools.wraps(loss_fn)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            value, grads = both(*args, **kwargs)
+            return (grads, value[1]) if has_aux else grads
+
+        return grad
+
     def all_reduce(self, grads: Any) -> Any:
         """Returns the mean of local gradients over all replicas, replicated by type.
 
@@ -149,7 +181,7 @@ class DistributedDataParallel:
         """
         require_axes(self._axes, "all_reduce")
         leaves, treedef = jax.tree.flatten(grads)
-        order = positions_in(self._plan, schema_of(grads))
+        order = positions_in(self._plan, self._schema(grads))
         local = [jnp.asarray(leaves[i]) for i in order]
         require_local(self._plan, local, self._axes)
         return jax.tree.unflatten(treedef, _put(leaves, order, self._reduce(local)))
@@ -159,13 +191,13 @@ class DistributedDataParallel:
         require_axes(self._axes, "mean")
         size = axis_size(self._axes)
 
-        def mean(leaf: Any) -> jax.Array:
+        def share(leaf: Any) -> jax.Array:
             array = jnp.asarray(leaf)
             if not jnp.issubdtype(array.dtype, jnp.inexact):
                 array = array.astype(jnp.result_type(float))
-            return lax.psum(array / size, self._axes)
+            return array / size
 
-        return jax.tree.map(mean, tree)
+        return lax.psum(jax.tree.map(share, tree), self._axes)
 
     def sync_buffers(self, buffers: Any) -> Any:
         """Returns replica 0's buffers (such as batch statistics) on all replicas, see `broadcast_from`."""
@@ -201,12 +233,30 @@ class DistributedDataParallel:
         """Returns zeros to sum local gradients into, with None where a leaf cannot have a gradient."""
         require_axes(self._axes, "zero_gradients")
         leaves, treedef = jax.tree.flatten(params)
-        order = positions_in(self._plan, schema_of(params))
+        order = positions_in(self._plan, self._schema(params))
         zeros = mark_varying([jnp.zeros_like(leaves[i]) for i in order], self._axes)
         return jax.tree.unflatten(treedef, _put([None] * len(leaves), order, zeros))
 
+    def _schema(self, tree: Any) -> Schema:
+        schema = schema_of(tree)
+        return without(schema, self._frozen) if self._frozen else schema
+
     def _reduce(self, local: Sequence[jax.Array]) -> list[jax.Array]:
-        return reduce_buckets(self._plan, local, self._axes, self.strategy, self._hook)
+        sent = [_cast(grad, self._reduce_dtype) for grad in local]
+        reduced = reduce_buckets(self._plan, sent, self._axes, self.strategy, self._hook)
+        return [mean.astype(grad.dtype) for mean, grad in zip(reduced, local, strict=True)]
+
+
+def _floating(dtype: Any) -> Any:
+    if dtype is None:
+        return None
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"reduce_dtype takes a floating-point type, such as jnp.bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)
+
+
+def _cast(grad: jax.Array, dtype: Any) -> jax.Array:
+    return grad.astype(dtype) if dtype is not None and jnp.issubdtype(grad.dtype, jnp.floating) else grad
 
 
 def _call(loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any]:
