@@ -12,7 +12,17 @@ import numpy as np
 from unified_ddp.errors import PlanError
 from unified_ddp.plan import BucketPlan, ParamSpec, plan_in_ready_order
 
-__all__ = ["Schema", "frozen_names", "param_specs", "plan_of", "positions_in", "schema_of", "without"]
+__all__ = [
+    "Schema",
+    "floating_dtype",
+    "frozen_names",
+    "leaf_name",
+    "param_specs",
+    "plan_of",
+    "positions_in",
+    "schema_of",
+    "without",
+]
 
 _CACHE_SIZE = 256
 
@@ -150,11 +160,20 @@ def _require_same(spec: ParamSpec, planned: ParamSpec | None) -> None:
             )
 
 
+def floating_dtype(argument: str, dtype: Any) -> Any:
+    """Returns the dtype, or None for None; raises ValueError naming the argument unless it is a floating-point one."""
+    if dtype is None:
+        return None
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"{argument} takes a floating-point type, such as jnp.bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)
+
+
 def _build(tree: Any) -> Schema:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     specs, leaves, skipped, seen = [], [], {}, set[str]()
     for position, (path, leaf) in enumerate(paths):
-        name, (shape, dtype) = _name(path), _aval(leaf)
+        name, (shape, dtype) = leaf_name(path), _aval(leaf)
         if name in seen:
             raise PlanError(f"two leaves of the pytree are named '{name}'; rename one of the keys on its path")
         seen.add(name)
@@ -183,7 +202,8 @@ def _has_gradient(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.inexact)
 
 
-def _name(path: Sequence[Any]) -> str:
+def leaf_name(path: Sequence[Any]) -> str:
+    """Returns the name of the leaf at a path of the tree, see `param_specs`."""
     # flax's Variable and its metadata boxes hold their array as the attribute `value`.
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
