@@ -130,7 +130,7 @@ def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
         data = _place(jax.random.key_data(leaf), sharding)
-        return jax.jit(lambda bits: jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf)))(data)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     array = array.astype(jnp.result_type(leaf), copy=False)  # float64 is float32 to JAX unless x64 is on
     return jax.make_array_from_process_local_data(sharding, array, array.shape if sharding.spec == P() else None)

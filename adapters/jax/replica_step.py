@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from unified_ddp.jax.axes import axis_size
 
@@ -36,12 +37,12 @@ class ReplicaStep:
     compare_batches: bool
 
     def __call__(
-        self, params: Any, buffers: Any, batch: Any, weights: Any, rng: Any, step: Any, static: dict[str, Any]
+        self, static: dict[str, Any], params: Any, buffers: Any, batch: Any, weights: Any, rng: Any, step: Any
     ) -> tuple[Any, Any, Any, Any, dict[str, jax.Array]]:
         """Returns mean loss, mean aux, mean gradients, buffers and checks; called inside the mapped axis.
 
-        Checks are "uneven" (scalar: batches differ by process), "finite" (scalar), "bad" (shape (1, parameters): this
-        replica's gradients that are not finite) and "bad_mean" (shape (parameters,)), each only where it is asked for.
+        The checks are those of `checks`: "uneven" (scalar: batches differ by process), "finite" (scalar), "bad" (shape
+        (1, parameters): which of this replica's gradients are not finite) and "bad_mean" (shape (parameters,)).
         """
         axes = self.ddp.axis_name
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, step), lax.axis_index(axes))
@@ -59,8 +60,15 @@ class ReplicaStep:
             loss, aux, grads, buffers = self._scan(microbatch, params, buffers, batch, weights)
         means = self.ddp.all_reduce(grads)
         loss, aux = self.ddp.mean((loss, aux))
-        checks = self._checks(jax.tree.leaves(grads), jax.tree.leaves(means), (batch, weights))
-        return loss, aux, means, self._synced(buffers), checks
+        found = self._check(jax.tree.leaves(grads), jax.tree.leaves(means), (batch, weights))
+        return loss, aux, means, self._synced(buffers), found
+
+    def checks(self) -> dict[str, P]:
+        """Which checks there are, with the axes over which they differ."""
+        uneven = {"uneven": P()} if self.compare_batches else {}
+        finite = {"finite": P()} if self.on_nonfinite != "ignore" else {}
+        named = {"bad": P(self.ddp.axis_name), "bad_mean": P()} if self.on_nonfinite == "raise" else {}
+        return uneven | finite | named
 
     def _scan(self, microbatch: Callable[..., Any], params: Any, buffers: Any, batch: Any, weights: Any) -> Any:
         """Sums over microbatches; the reduction comes after it."""
@@ -105,7 +113,7 @@ class ReplicaStep:
 
         if weights is None and jnp.ndim(loss):
             raise TypeError(
-                f"loss_fn returned a loss of shape {jnp.shape(loss)}; return the mean over the batch, a scalar, or pass "
+                f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar, the mean over the batch, or pass "
                 "weights to the step to have it average one loss for each weight"
             )
         return term("the loss", loss), (jax.tree.map(lambda leaf: term("each leaf of aux", leaf), aux), new_buffers)
@@ -132,7 +140,7 @@ class ReplicaStep:
         return jax.tree.map(cast, tree)
 
     def _scale_of_weights(self, weights: jax.Array) -> jax.Array:
-        """What a weighted sum of this replica is multiplied with, so that the mean over replicas is the one asked for."""
+        """What this replica's weighted sum is multiplied with, so that the mean over replicas is the one asked for."""
         axes = self.ddp.axis_name
         own = jnp.sum(weights.astype(jnp.result_type(float)))
         if self.divide_by == "weights":
@@ -150,8 +158,8 @@ class ReplicaStep:
         rest = iter(means)
         return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else x, synced)
 
-    def _checks(self, grads: list[jax.Array], means: list[jax.Array], batch: Any) -> dict[str, jax.Array]:
-        checks, words = {}, []
+    def _check(self, grads: list[jax.Array], means: list[jax.Array], batch: Any) -> dict[str, jax.Array]:
+        found, words = {}, []
         if self.compare_batches:
             shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(batch)]
             fingerprint = zlib.crc32(repr(shapes).encode()) >> 1
@@ -164,12 +172,12 @@ class ReplicaStep:
             return {}
         most = lax.pmax(jnp.stack(words), self.ddp.axis_name)
         if self.compare_batches:
-            checks["uneven"] = most[0] != -most[1]
+            found["uneven"] = most[0] != -most[1]
         if self.on_nonfinite != "ignore":
-            checks["finite"] = (most[-1] == 0) & ~jnp.any(bad_mean)
+            found["finite"] = (most[-1] == 0) & ~jnp.any(bad_mean)
         if self.on_nonfinite == "raise":
-            checks |= {"bad": bad[None], "bad_mean": bad_mean}
-        return checks
+            found |= {"bad": bad[None], "bad_mean": bad_mean}
+        return found
 
 
 def _inverse(value: jax.Array) -> jax.Array:

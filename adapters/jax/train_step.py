@@ -1,6 +1,7 @@
 """A whole training step over all devices: the state goes in, the next one comes out."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from typing import TYPE_CHECKING, Any
@@ -181,18 +182,12 @@ class TrainStep:
     ) -> tuple[TrainState, Any, dict[str, jax.Array]]:
         import optax
 
-        axes = self._ddp.axis_name
-        checks = {"uneven": P(), "finite": P(), "bad": P(axes), "bad_mean": P()}
-        replica_step = self._replica_step
-        wanted = {"uneven"} if replica_step.compare_batches else set()
-        wanted |= {"ignore": set(), "skip": {"finite"}, "raise": {"finite", "bad", "bad_mean"}}[
-            replica_step.on_nonfinite
-        ]
+        axes, replica_step = self._ddp.axis_name, self._replica_step
         mapped = jax.shard_map(
-            lambda *arguments: replica_step(*arguments, dict(static)),
+            functools.partial(replica_step, dict(static)),
             mesh=self.mesh,
             in_specs=(P(), P(), row_specs(batch, axes), row_specs(weights, axes), P(), P()),
-            out_specs=(P(), P(), P(), P(), {name: checks[name] for name in wanted}),
+            out_specs=(P(), P(), P(), P(), replica_step.checks()),
             check_vma=False,  # loss functions that start a scan's carry from constants are refused otherwise
             **self._manual(),
         )
@@ -202,10 +197,11 @@ class TrainStep:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, trained, value=loss)
         params = self._ddp.with_trained(state.params, optax.apply_updates(trained, updates))
         new = (params, opt_state, buffers)
-        taken = found.get("finite", True) & ~found["uneven"] if "uneven" in found else found.get("finite", True)
-        if wanted:
+        skipped = state.skipped
+        if found:
+            taken = found.get("finite", True) & ~found.get("uneven", jnp.bool_(False))
             new = jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, old)
-        skipped = state.skipped + (1 - jnp.asarray(taken, state.skipped.dtype))
+            skipped += 1 - taken.astype(skipped.dtype)
         state = TrainState(state.step + 1, *new, skipped)
         return state, (loss, aux) if replica_step.has_aux else loss, found
 
