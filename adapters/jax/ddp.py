@@ -228,9 +228,7 @@ class DistributedDataParallel:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate takes a number of microbatches, 1 or more, not {accumulate!r}")
         if donate and on_nonfinite == "raise":
-            raise ValueError(
-                'donate=True gives the old state away, and on_nonfinite="raise" leaves no new one; drop one'
-            )
+            raise ValueError('donate=True gives the old state away, and on_nonfinite="raise" leaves no new one')
         replica_step = ReplicaStep(
             self,
             loss_fn,

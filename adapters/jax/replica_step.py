@@ -113,7 +113,7 @@ class ReplicaStep:
 
         if weights is None and jnp.ndim(loss):
             raise TypeError(
-                f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar, the mean over the batch, or pass "
+                f"loss_fn returned a loss of shape {jnp.shape(loss)}; return the mean over the batch, or pass "
                 "weights to the step to have it average one loss for each weight"
             )
         return term("the loss", loss), (jax.tree.map(lambda leaf: term("each leaf of aux", leaf), aux), new_buffers)
