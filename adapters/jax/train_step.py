@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainState", "TrainStep"]
 
-_GATHER_SECONDS = 300.0
 _numbers = itertools.count()
 
 
@@ -72,6 +72,7 @@ class TrainStep:
         self._optimizer = with_extra_args_support(optimizer)
         self._replica_step = replica_step
         self._several = jax.process_count() > 1
+        self._timeout = timeout
         self._calls = itertools.count()
         self._compiled: dict[Any, Any] = {}
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -105,7 +106,7 @@ class TrainStep:
         """
         values = replicate({"params": params, "buffers": buffers}, self.mesh, "the state's")
         if self._several:
-            transport = ProcessGathering("train_step's init", _GATHER_SECONDS)
+            transport = self._gathering("train_step's init")
             check_construction(transport, self._description(params, buffers), member="process")
             spread = jax.shard_map(
                 self._ddp.sync_buffers, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **self._manual()
@@ -209,10 +210,13 @@ class TrainStep:
         """Axes of the mesh that hold no data are left to the compiler."""
         return {} if self._state_sharding is not None else {"axis_names": set(self._ddp.axis_name)}
 
+    def _gathering(self, what: str) -> ProcessGathering:
+        return ProcessGathering(what, self._timeout or threading.TIMEOUT_MAX)
+
     def _ended(self, step: int, result: tuple[Any, dict[str, jax.Array], str]) -> None:
         _, checks, shapes = result
         if "uneven" in checks and bool(checks["uneven"]):
-            every = ProcessGathering("the report of uneven batches", _GATHER_SECONDS).all_gather_text(shapes)
+            every = self._gathering("the report of uneven batches").all_gather_text(shapes)
             raise UnevenDataError(
                 f"step {step}: processes gave batches of different shapes: {tell_sides(every, 'process')}. State is "
                 "unchanged. Drop the remainder, or fill every process's batch up to the same number of rows with "
@@ -227,7 +231,7 @@ class TrainStep:
             int(shard.index[0].start or 0): [name for name, bad in zip(names, shard.data[0], strict=True) if bad]
             for shard in checks["bad"].addressable_shards
         }
-        gathering = ProcessGathering("the report of gradients that are not finite", _GATHER_SECONDS)
+        gathering = self._gathering("the report of gradients that are not finite")
         every = [json.loads(text) for text in gathering.all_gather_text(json.dumps(mine))]
         bad = {int(replica): (p, found) for p, by in enumerate(every) for replica, found in by.items() if found}
         told = "; ".join(

@@ -144,7 +144,7 @@ def test_several_axes_need_a_mesh() -> None:
 def test_leaves_that_are_no_arrays() -> None:
     params = make_params()
     step = make_step(params, loss_fn, 2)
-    with pytest.raises(TypeError, match="leaf 'params.act' is a function, no array; .* eqx.partition"):
+    with pytest.raises(TypeError, match=r"leaf 'params\.act' is a function, no array; .* eqx\.partition"):
         step.init(params | {"act": lambda x: x})
     with pytest.raises(TypeError, match="batch leaf 'name' is a str"):
         step(step.init(params), make_batch() | {"name": "first"})
