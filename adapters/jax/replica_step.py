@@ -95,6 +95,7 @@ class ReplicaStep:
         self, params: Any, buffers: Any, batch: Any, weights: Any, key: Any, scale: Any, static: dict[str, Any]
     ) -> tuple[Any, Any]:
         """The term of this microbatch in the sum over microbatches, whose mean over replicas is minimised."""
+        buffers = jax.tree.map(lambda leaf: leaf, buffers)  # nnx variables made here may be changed here
         given = static | ({} if buffers is None else {"buffers": buffers}) | ({} if key is None else {"rng": key})
         result = self.loss_fn(self._lowered(params), self._lowered(batch), **given)
         loss, new_buffers, aux = self._parts(result, buffers)
