@@ -33,8 +33,12 @@ def make_step(**options: Any) -> Any:
     return DistributedDataParallel(make_params()).train_step(loss_fn, optax.adamw(0.01), **options)
 
 
+def saved_and_restored(leaf: Any) -> Any:
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
+
+
 def trains() -> dict[str, Any]:
-    """From process 0's params; the other's are others."""
+    """From process 0's params; the other's are others. Between steps the state is what a checkpoint would give."""
     params = make_params() | {"key": jax.random.key(rank), "n": jnp.int32(rank)}
     step = DistributedDataParallel(params).train_step(loss_fn, optax.adamw(0.01), accumulate=2)
     state = step.init(jax.tree.map(lambda p: p * (rank + 1) if p.dtype == jnp.float32 else p, params))
@@ -42,6 +46,7 @@ def trains() -> dict[str, Any]:
     for batch in batches(3, 16):
         state, loss = step(state, own_rows(batch))
         losses.append(float(loss))
+        state = jax.tree.map(saved_and_restored, state)
     key = jax.random.key_data(state.params["key"]).tolist()
     params = {
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
