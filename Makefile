@@ -16,11 +16,12 @@ CONFORMANCE_ARGS ?=
 # mypy wants a package in one folder: this one shows it the package as it is installed.
 TYPED := build/typed
 
-.PHONY: help setup demo test conformance test-faults compare-faults test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test test-jax test-faults compare-faults conformance test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
 	@echo "make test      runs the tests; PYTEST_ARGS='tests/core -x' narrows them"
+	@echo "make test-jax  runs the JAX adapter's tests alone, examples included"
 	@echo "make conformance runs PyTorch's own DDP tests on our class; CONFORMANCE_ARGS='--only join' narrows them"
 	@echo "make test-faults runs the table of programs in which DDP is known to go wrong; compare-faults torch's class too"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
@@ -45,6 +46,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-jax: $(STAMP)
+	$(BIN)/python -m pytest tests/jax $(PYTEST_ARGS)
 
 # A case that did not pass is run once more: on a loaded machine some run into their own time limits.
 conformance: $(STAMP)

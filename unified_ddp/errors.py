@@ -8,10 +8,13 @@ from unified_ddp._core import PlanError, ReadinessError
 __all__ = [
     "AxisError",
     "ConstructionMismatchError",
+    "NonFiniteError",
     "PlanError",
     "ReadinessError",
     "ReductionError",
     "ReplicaMismatchError",
+    "StallError",
+    "UnevenDataError",
     "UnifiedDDPError",
     "UnusedParameterError",
 ]
@@ -39,3 +42,15 @@ class ReplicaMismatchError(UnifiedDDPError, RuntimeError):
 
 class AxisError(UnifiedDDPError, ValueError):
     """A JAX reduction was asked for outside the mapped axis that it needs."""
+
+
+class NonFiniteError(UnifiedDDPError, FloatingPointError):
+    """Gradients are not finite, and the step was told to raise then. Raised in every process."""
+
+
+class UnevenDataError(UnifiedDDPError, ValueError):
+    """A batch cannot be shared evenly by the replicas, or processes gave batches of different shapes."""
+
+
+class StallError(UnifiedDDPError, TimeoutError):
+    """A step, or a check across processes, did not end in time; names the processes that did not come."""

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign", "ranks_text"]
+from unified_ddp.ranks import ranks_text
+
+__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign"]
 
 GRACE_SECONDS = 5.0
 """How long the other ranks' signs are waited for; ranks that wait in one collective fail within moments."""
@@ -127,8 +129,3 @@ class RollCall:
             return f"rank {rank} waited for the same: {sign.detail}"
         when = f"{max(mine.at - sign.at, 0.0):.1f} s before"
         return f"rank {rank}, {when}, was in {sign.phase} ({sign.detail}) {sign.state}: {sign.error}"
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Returns "rank 1" or "ranks 1, 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

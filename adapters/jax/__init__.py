@@ -10,6 +10,23 @@ except ModuleNotFoundError as error:
 from unified_ddp.jax.ddp import DistributedDataParallel as DistributedDataParallel
 from unified_ddp.jax.hooks import CommHook as CommHook
 from unified_ddp.jax.hooks import JaxBucket as JaxBucket
+from unified_ddp.jax.launch import initialize as initialize
+from unified_ddp.jax.optimizer import all_reduce_gradients as all_reduce_gradients
+from unified_ddp.jax.optimizer import varying as varying
+from unified_ddp.jax.placement import pad_batch as pad_batch
 from unified_ddp.jax.schema import param_specs as param_specs
+from unified_ddp.jax.train_step import TrainState as TrainState
+from unified_ddp.jax.train_step import TrainStep as TrainStep
 
-__all__ = ["CommHook", "DistributedDataParallel", "JaxBucket", "param_specs"]
+__all__ = [
+    "CommHook",
+    "DistributedDataParallel",
+    "JaxBucket",
+    "TrainState",
+    "TrainStep",
+    "all_reduce_gradients",
+    "initialize",
+    "pad_batch",
+    "param_specs",
+    "varying",
+]

@@ -32,14 +32,17 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _sum(sent: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy) -> list[jax.Array]:
+    if any(not bits.size for bits in sent):  # nothing to send; on CPUs jax 0.11.2 crashed compiling them
+        sums = iter(_sum([bits for bits in sent if bits.size], axes, strategy))
+        return [next(sums) if bits.size else jnp.zeros_like(bits) for bits in sent]
     words = [i for i, bits in enumerate(sent) if bits.dtype == jnp.uint32]
     if strategy == "tuple" or len(words) < 2:
         return list(lax.psum(list(sent), axes)) if sent else []
     wide = [i for i in range(len(sent)) if i not in set(words)]
     flat, *rest = lax.psum([pack([sent[i] for i in words]), *(sent[i] for i in wide)], axes)
-    sums = dict(zip(words, unpack(flat, [sent[i] for i in words]), strict=True))
-    sums.update(zip(wide, rest, strict=True))
-    return [sums[i] for i in range(len(sent))]
+    parts = dict(zip(words, unpack(flat, [sent[i] for i in words]), strict=True))
+    parts.update(zip(wide, rest, strict=True))
+    return [parts[i] for i in range(len(sent))]
 
 
 def _to_bits(array: jax.Array) -> jax.Array:

@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from unified_ddp.errors import PlanError
 from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
-from unified_ddp.jax.schema import plan_of, positions_in, schema_of
+from unified_ddp.jax.replica_step import BufferSync, DivideBy, OnNonfinite, ReplicaStep
+from unified_ddp.jax.schema import Schema, floating_dtype, frozen_names, plan_of, positions_in, schema_of, without
+from unified_ddp.jax.train_step import TrainStep
 from unified_ddp.plan import BucketPlan, bucket_caps
 
 __all__ = ["DistributedDataParallel"]
@@ -33,6 +36,9 @@ class DistributedDataParallel:
         bucket_cap_mb_list: one size in MiB a bucket, the last repeats; goes before `bucket_cap_mb`.
         plan: a plan to take over by name instead, such as that of a torch module with the same names.
         comm_hook: reduces a bucket in place of the mean by all-reduce, see `CommHook`.
+        trainable: which parameters are trained: a pytree of bools that is a prefix of `params`, or a function of a
+            name such as "conv1.kernel"; None trains all. The others are frozen: no gradient, and nothing is reduced.
+        reduce_dtype: floating-point type to reduce gradients in, such as `jnp.bfloat16`; None keeps their own.
         strategy: "flat" packs the small gradients of a bucket into one array, "tuple" gives them to one `psum` as they
             are. None chooses "flat" when there are several processes, "tuple" within one.
 
@@ -50,19 +56,28 @@ class DistributedDataParallel:
         bucket_cap_mb_list: Sequence[float] | None = None,
         plan: BucketPlan | None = None,
         comm_hook: CommHook | None = None,
+        trainable: Any | Callable[[str], bool] | None = None,
+        reduce_dtype: Any = None,
         strategy: Strategy | None = None,
     ) -> None:
         check_strategy(strategy)
         self._axes = axis_names(axis_name)
-        schema = schema_of(params)
+        self._frozen = frozen_names(params, trainable)
+        self._reduce_dtype = floating_dtype("reduce_dtype", reduce_dtype)
+        schema = self._schema(params)
         if not schema.specs:
-            raise PlanError("params has no leaf that can have a gradient; give a pytree with floating-point arrays")
+            raise PlanError(
+                "params has no leaf that can have a gradient"
+                + (" and is not frozen" if self._frozen else "")
+                + "; give a pytree with floating-point arrays"
+            )
         if plan is None:
             plan = plan_of(schema, tuple(bucket_caps(bucket_cap_mb, bucket_cap_mb_list)))
         elif bucket_cap_mb is not None or bucket_cap_mb_list is not None:
             raise ValueError("plan already says what is in each bucket; leave bucket_cap_mb and bucket_cap_mb_list out")
         positions_in(plan, schema)
         self._plan = plan
+        self._names = tuple(spec.name for spec in schema.specs)
         self._hook = comm_hook
         self._strategy = strategy
 
@@ -115,7 +130,7 @@ class DistributedDataParallel:
             require_axes(self._axes, "value_and_grad")
             params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
             leaves, treedef = jax.tree.flatten(params)
-            order = positions_in(self._plan, schema_of(params))
+            order = positions_in(self._plan, self._schema(params))
 
             def local_loss(trained: list[Any]) -> tuple[Any, tuple[Any, Any]]:
                 filled = jax.tree.unflatten(treedef, _put(leaves, order, trained))
@@ -135,6 +150,128 @@ class DistributedDataParallel:
 
         return value_and_grad
 
+    def grad(
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        sync: bool = True,
+        holomorphic: bool = False,
+    ) -> Callable[..., Any]:
+        """Returns a function that gives the mean gradients alone, or with `has_aux` the pair (gradients, aux).
+
+        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`.
+        """
+        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic)
+
+        @functools.wraps(loss_fn)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            value, grads = both(*args, **kwargs)
+            return (grads, value[1]) if has_aux else grads
+
+        return grad
+
+    def train_step(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        *,
+        mesh: Mesh | None = None,
+        has_aux: bool = False,
+        accumulate: int = 1,
+        divide_by: DivideBy = "weights",
+        compute_dtype: Any = None,
+        buffer_sync: BufferSync = "broadcast",
+        on_nonfinite: OnNonfinite = "ignore",
+        donate: bool = False,
+        max_in_flight: int | None = None,
+        timeout: float | None = 600.0,
+    ) -> TrainStep:
+        """Returns a jitted training step over all devices; it maps the axis itself.
+
+        `state = step.init(params)`, then `state, loss = step(state, batch)`, see `TrainStep`. Gradients that are to be
+        clipped after the reduction are clipped by the optimizer: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
+
+        Args:
+            loss_fn: `loss_fn(params, batch)`, with the keyword argument `buffers` if `init` got some, `rng` if the
+                step got a key, and the step's static ones. It sees one replica's rows (of one microbatch) and returns
+                their mean loss; then the new buffers, if there are some; then, with `has_aux`, a pytree of metrics.
+                With weights, the loss and each metric have one value for each weight.
+            optimizer: an `optax.GradientTransformation`; only trained parameters are shown to it.
+            mesh: the devices; None takes all, along `axis_name`. Axes that hold no data are left to the compiler.
+            has_aux: whether `loss_fn` returns metrics too. They are averaged as the loss is.
+            accumulate: number of microbatches that a replica splits its rows into; one reduction follows them.
+            divide_by: how losses are averaged if there are weights. "weights": by the sum of all weights, so that
+                every example counts the same. "active_replicas": each replica by its own weights, then by the number of
+                replicas that have some, as torch's `Join` with `divide_by_initial_world_size=False`. "replicas": then
+                by the number of all replicas, as with True.
+            compute_dtype: floating-point leaves of params and batch are cast to it for `loss_fn`; params, their
+                gradients and the optimizer keep their own types.
+            buffer_sync: "broadcast" keeps replica 0's buffers, as torch does; "mean" averages floating-point ones.
+            on_nonfinite: what follows if a gradient is not finite on some replica or in the mean. "ignore": the
+                optimizer gets it. "skip": the state stays as it is, on all replicas, and `state.skipped` counts.
+                "raise": it stays so too, and NonFiniteError names parameters and replicas, at the end of each step.
+            donate: lets the step reuse the memory of the state that is passed in, which is then gone.
+            max_in_flight: how many steps may be under way when the step returns; None means 0 on CPUs and 2 elsewhere.
+            timeout: seconds to wait for a step that other processes take part in; None waits for ever.
+
+        Raises:
+            AxisError, TypeError, ValueError: an argument is wrong.
+        """
+        for name, value, known in (
+            ("divide_by", divide_by, DivideBy),
+            ("buffer_sync", buffer_sync, BufferSync),
+            ("on_nonfinite", on_nonfinite, OnNonfinite),
+        ):
+            if value not in get_args(known):
+                raise ValueError(f"{name} takes {', '.join(map(repr, get_args(known)))}, not {value!r}")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate takes a number of microbatches, 1 or more, not {accumulate!r}")
+        if donate and on_nonfinite == "raise":
+            raise ValueError('donate=True gives the old state away, and on_nonfinite="raise" leaves no new one')
+        replica_step = ReplicaStep(
+            self,
+            loss_fn,
+            has_aux,
+            accumulate,
+            divide_by,
+            floating_dtype("compute_dtype", compute_dtype),
+            buffer_sync,
+            on_nonfinite,
+            jax.process_count() > 1,
+        )
+        limit = 0 if on_nonfinite == "raise" else max_in_flight
+        return TrainStep(self, optimizer, replica_step, mesh, donate, limit, timeout)
+
+    def trained(self, params: Any) -> Any:
+        """Returns the tree with None in place of every leaf that is frozen or cannot have a gradient."""
+        leaves, treedef = jax.tree.flatten(params)
+        order = positions_in(self._plan, self._schema(params))
+        kept = _put([None] * len(leaves), order, [leaves[i] for i in order])
+        return jax.tree.unflatten(treedef, kept)
+
+    def with_trained(self, params: Any, trained: Any) -> Any:
+        """Returns `params` with the leaves of `trained`, which `trained(params)` has, in their places."""
+        leaves, treedef = jax.tree.flatten(params)
+        order = positions_in(self._plan, self._schema(params))
+        in_tree = sorted(order)
+        return jax.tree.unflatten(treedef, _put(leaves, in_tree, jax.tree.leaves(trained)))
+
+    def trained_names(self) -> tuple[str, ...]:
+        """Names of the trained parameters, in tree order."""
+        return self._names
+
+    def options(self) -> dict[str, Any]:
+        """What must be equal in all processes, beside params."""
+        hook = getattr(self._hook, "__name__", type(self._hook).__name__) if self._hook else None
+        return {
+            "axis_name": self._axes,
+            "plan": f"{self._plan.fingerprint:016x}",
+            "strategy": self.strategy,
+            "reduce_dtype": self._reduce_dtype,
+            "comm_hook": hook,
+        }
+
     def all_reduce(self, grads: Any) -> Any:
         """Returns the mean of local gradients over all replicas, replicated by type.
 
@@ -149,7 +286,7 @@ class DistributedDataParallel:
         """
         require_axes(self._axes, "all_reduce")
         leaves, treedef = jax.tree.flatten(grads)
-        order = positions_in(self._plan, schema_of(grads))
+        order = positions_in(self._plan, self._schema(grads))
         local = [jnp.asarray(leaves[i]) for i in order]
         require_local(self._plan, local, self._axes)
         return jax.tree.unflatten(treedef, _put(leaves, order, self._reduce(local)))
@@ -159,13 +296,13 @@ class DistributedDataParallel:
         require_axes(self._axes, "mean")
         size = axis_size(self._axes)
 
-        def mean(leaf: Any) -> jax.Array:
+        def share(leaf: Any) -> jax.Array:
             array = jnp.asarray(leaf)
             if not jnp.issubdtype(array.dtype, jnp.inexact):
                 array = array.astype(jnp.result_type(float))
-            return lax.psum(array / size, self._axes)
+            return array / size
 
-        return jax.tree.map(mean, tree)
+        return lax.psum(jax.tree.map(share, tree), self._axes)
 
     def sync_buffers(self, buffers: Any) -> Any:
         """Returns replica 0's buffers (such as batch statistics) on all replicas, see `broadcast_from`."""
@@ -201,12 +338,22 @@ class DistributedDataParallel:
         """Returns zeros to sum local gradients into, with None where a leaf cannot have a gradient."""
         require_axes(self._axes, "zero_gradients")
         leaves, treedef = jax.tree.flatten(params)
-        order = positions_in(self._plan, schema_of(params))
+        order = positions_in(self._plan, self._schema(params))
         zeros = mark_varying([jnp.zeros_like(leaves[i]) for i in order], self._axes)
         return jax.tree.unflatten(treedef, _put([None] * len(leaves), order, zeros))
 
+    def _schema(self, tree: Any) -> Schema:
+        schema = schema_of(tree)
+        return without(schema, self._frozen) if self._frozen else schema
+
     def _reduce(self, local: Sequence[jax.Array]) -> list[jax.Array]:
-        return reduce_buckets(self._plan, local, self._axes, self.strategy, self._hook)
+        sent = [_cast(grad, self._reduce_dtype) for grad in local]
+        reduced = reduce_buckets(self._plan, sent, self._axes, self.strategy, self._hook)
+        return [mean.astype(grad.dtype) for mean, grad in zip(reduced, local, strict=True)]
+
+
+def _cast(grad: jax.Array, dtype: Any) -> jax.Array:
+    return grad.astype(dtype) if dtype is not None and jnp.issubdtype(grad.dtype, jnp.floating) else grad
 
 
 def _call(loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,17 @@ import numpy as np
 from unified_ddp.errors import PlanError
 from unified_ddp.plan import BucketPlan, ParamSpec, plan_in_ready_order
 
-__all__ = ["Schema", "param_specs", "plan_of", "positions_in", "schema_of"]
+__all__ = [
+    "Schema",
+    "floating_dtype",
+    "frozen_names",
+    "leaf_name",
+    "param_specs",
+    "plan_of",
+    "positions_in",
+    "schema_of",
+    "without",
+]
 
 _CACHE_SIZE = 256
 
@@ -68,6 +78,46 @@ _schemas: dict[Any, Schema] = {}
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
+def without(schema: Schema, names: frozenset[str]) -> Schema:
+    """Returns the schema with the parameters of these names among those that are skipped."""
+    kept = [(s, leaf) for s, leaf in zip(schema.specs, schema.leaves, strict=True) if s.name not in names]
+    skipped = schema.skipped | {spec.name: f"frozen {spec.dtype}" for spec in schema.specs if spec.name in names}
+    return Schema(schema.treedef, tuple(s for s, _ in kept), tuple(leaf for _, leaf in kept), skipped)
+
+
+def frozen_names(params: Any, trainable: Any | Callable[[str], bool] | None) -> frozenset[str]:
+    """Returns the names of the parameters that are not to be trained.
+
+    Args:
+        params: the pytree.
+        trainable: a pytree of bools that is a prefix of `params`, or a function that takes a name such as
+            "conv1.kernel" and returns a bool; None trains all.
+
+    Raises:
+        TypeError: it is neither, or the function returns something else.
+        ValueError: the structure of the pytree of bools does not fit `params`.
+    """
+    schema = schema_of(params)
+    if trainable is None:
+        return frozenset()
+    flags = jax.tree.leaves(trainable)
+    if flags and all(isinstance(flag, bool | np.bool_) for flag in flags):
+        try:
+            full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params)
+        except ValueError as error:
+            raise ValueError(f"trainable is a pytree of bools whose structure does not fit params: {error}") from error
+        by_leaf = jax.tree.leaves(full)
+        return frozenset(s.name for s, leaf in zip(schema.specs, schema.leaves, strict=True) if not by_leaf[leaf])
+    if not callable(trainable):
+        raise TypeError(f"trainable takes a pytree of bools or a function of a name, not {trainable!r}")
+    answers = {spec.name: trainable(spec.name) for spec in schema.specs}
+    for name, answer in answers.items():
+        if not isinstance(answer, bool | np.bool_):
+            raise TypeError(f"trainable takes a function that returns a bool, but it returned {answer!r} for {name!r}")
+    return frozenset(name for name, answer in answers.items() if not answer)
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
 def plan_of(schema: Schema, caps: tuple[int, ...]) -> BucketPlan:
     """Returns the buckets of a schema, last leaves first; the same object for the same schema and caps (in bytes)."""
     return plan_in_ready_order(schema.specs, caps)
@@ -110,11 +160,20 @@ def _require_same(spec: ParamSpec, planned: ParamSpec | None) -> None:
             )
 
 
+def floating_dtype(argument: str, dtype: Any) -> Any:
+    """Returns the dtype, or None for None; raises ValueError naming the argument unless it is a floating-point one."""
+    if dtype is None:
+        return None
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"{argument} takes a floating-point type, such as jnp.bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)
+
+
 def _build(tree: Any) -> Schema:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     specs, leaves, skipped, seen = [], [], {}, set[str]()
     for position, (path, leaf) in enumerate(paths):
-        name, (shape, dtype) = _name(path), _aval(leaf)
+        name, (shape, dtype) = leaf_name(path), _aval(leaf)
         if name in seen:
             raise PlanError(f"two leaves of the pytree are named '{name}'; rename one of the keys on its path")
         seen.add(name)
@@ -143,7 +202,8 @@ def _has_gradient(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.inexact)
 
 
-def _name(path: Sequence[Any]) -> str:
+def leaf_name(path: Sequence[Any]) -> str:
+    """Returns the name of the leaf at a path of the tree, see `param_specs`."""
     # flax's Variable and its metadata boxes hold their array as the attribute `value`.
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]

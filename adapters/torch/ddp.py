@@ -15,10 +15,11 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
+from unified_ddp.construction import check_construction
 from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks import must_run_alone, working_hook
-from unified_ddp.torch.construction import check_construction, describe
+from unified_ddp.torch.construction import describe
 from unified_ddp.torch.extensions import DDPExtensions
 from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
 from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from unified_ddp.errors import ReductionError, UnifiedDDPError
-from unified_ddp.roll_call import RollCall, Sign, ranks_text
+from unified_ddp.ranks import ranks_text
+from unified_ddp.roll_call import RollCall, Sign
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["GroupStore", "Progress", "shortened"]

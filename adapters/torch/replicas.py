@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from unified_ddp.errors import ReplicaMismatchError
-from unified_ddp.torch.ranks import sides_by_rank, tell
+from unified_ddp.ranks import tell_sides
 from unified_ddp.torch.transport import ProcessGroupTransport
 
 __all__ = ["check_replicas", "fingerprint"]
@@ -76,10 +76,10 @@ def check_replicas(
 def _difference(names: list[str], ranks: list[list[int]], kind: str) -> str:
     differing = [i for i in range(len(names)) if len({r[i] for r in ranks}) > 1]
     first = differing[0]
-    sides = sides_by_rank([r[first] for r in ranks], lambda h: f"{h & (1 << 64) - 1:016x}")
+    sides = tell_sides([f"{r[first] & (1 << 64) - 1:016x}" for r in ranks])
     return (
         f"the replicas are no longer equal: {kind} {names[first]!r} differs between ranks, its fingerprint is "
-        f"{tell(sides)}; {len(differing)} of {len(names)} {kind}s differ. Something changed it on some ranks only: an "
+        f"{sides}; {len(differing)} of {len(names)} {kind}s differ. Something changed it on some ranks only: an "
         "optimizer step on gradients that were not reduced, other optimizer state, or code that runs on one rank. Load "
         "the same state on all ranks"
     )

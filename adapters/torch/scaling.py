@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.ranks import ranks_text
 from unified_ddp.torch.sparse import SparseBucketStorage
 from unified_ddp.torch.storage import BucketStorage
 from unified_ddp.torch.transport import ProcessGroupTransport
@@ -152,8 +153,8 @@ class WeightedScaling:
         missing = [rank for rank, weight in enumerate(weights) if math.isnan(weight)]
         if missing:
             raise ReductionError(
-                f"no weight was set for this iteration on rank{'s' * (len(missing) > 1)} "
-                f"{', '.join(map(str, missing))}, so nothing was reduced. With reduction='weighted_mean' call "
+                f"no weight was set for this iteration on {ranks_text(missing)}, so nothing was reduced. "
+                "With reduction='weighted_mean' call "
                 "set_weight() on every rank before each iteration's backward pass"
             )
         total = sum(weights)

@@ -23,7 +23,7 @@ assert jax.tree.structure(grads) == jax.tree.structure(params)
 @pytest.mark.timeout(120)
 def test_code_of_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     code = "\n".join([*blocks, USE_THE_REST])
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)

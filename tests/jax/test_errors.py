@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CALLS = {
     "value_and_grad": lambda ddp, params, batch: ddp.value_and_grad(loss_fn)(params, batch),
+    "grad": lambda ddp, params, batch: ddp.grad(loss_fn)(params, batch),
     "all_reduce": lambda ddp, params, batch: ddp.all_reduce(params),
     "mean": lambda ddp, params, batch: ddp.mean(1.0),
     "sync_buffers": lambda ddp, params, batch: ddp.sync_buffers(batch),
@@ -28,7 +29,8 @@ def test_outside_any_mapped_axis(name: str) -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params)
     for call in (CALLS[name], lambda *args: jax.jit(lambda p, b: CALLS[name](args[0], p, b))(*args[1:])):
-        with pytest.raises(AxisError, match=rf"\.{name} needs the mapped axis 'data', but no mapped axis is in scope"):
+        known = {"grad": "value_and_grad"}.get(name, name)
+        with pytest.raises(AxisError, match=rf"\.{known} needs the mapped axis 'data', but no mapped axis is in scope"):
             call(ddp, params, batch)
 
 

@@ -35,6 +35,45 @@ def test_value_and_grad_is_the_oracle(replicas: Replicas, strategy: Any) -> None
     assert_all_close(loss, mean_of([loss_fn(params, shard) for shard in shards(batch, replicas.size)]))
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_grad_gives_the_gradients_alone(pair: Replicas, has_aux: bool) -> None:
+    params, batch = make_params(), make_batch()
+    ddp = DistributedDataParallel(params)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return (loss_fn(params, batch), batch["x"].sum()) if has_aux else loss_fn(params, batch)
+
+    def step(params: Any, batch: Any) -> Any:
+        result = ddp.grad(loss, has_aux=has_aux)(params, batch)
+        return (result[0], ddp.mean(result[1])) if has_aux else (result, ddp.mean(batch["x"].sum()))
+
+    grads, aux = pair(step, params, batch)
+    assert_all_close(grads, oracle(loss_fn, params, batch, 2))
+    np.testing.assert_allclose(aux, np.asarray(batch["x"]).sum() / 2, rtol=1e-5)
+
+
+def test_frozen_parameters_have_no_gradient(pair: Replicas) -> None:
+    params, batch = make_params(), make_batch()
+    ddp = DistributedDataParallel(params, trainable=lambda name: not name.startswith("dense1"))
+    assert not {spec.name for spec in ddp.plan.params} & {"dense1.kernel", "dense1.bias"}
+    grads = pair(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], params, batch)
+    assert grads.pop("dense1") == {"kernel": None, "bias": None}
+    want = oracle(loss_fn, params, batch, 2)
+    del want["dense1"]
+    assert_all_close(grads, want)
+
+
+@pytest.mark.parametrize("strategy", ["flat", "tuple"])
+def test_reduce_dtype(pair: Replicas, strategy: Any) -> None:
+    params, batch = make_params(), make_batch()
+    ddp = DistributedDataParallel(params, reduce_dtype=jnp.bfloat16, strategy=strategy)
+    grads = pair(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], params, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    assert_all_close(grads, oracle(loss_fn, params, batch, 2), 2e-2)
+    rounded = jax.tree.map(lambda g: g == jnp.asarray(g).astype(jnp.bfloat16).astype(jnp.float32), grads)
+    assert all(np.all(leaf) for leaf in jax.tree.leaves(rounded))
+
+
 def test_loss_comes_back_local(replicas: Replicas) -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params)

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from unified_ddp.compare import jsonable
+from unified_ddp.ranks import ranks_text
 from unified_ddp.verify.config import Side, VerifyError
 from unified_ddp.verify.verdict import CROSS, Finding, VerifyReport
 
@@ -53,7 +54,7 @@ def describe(finding: Finding) -> str:
     if finding.comparison == "plan":
         return finding.reason
     where = "buffers" if finding.bucket is None else f"bucket {finding.bucket}"
-    ranks = f"rank{'s' * (len(finding.ranks) > 1)} {', '.join(map(str, finding.ranks))}"
+    ranks = ranks_text(finding.ranks)
     text = f"{finding.comparison}: {where} ({', '.join(finding.params)}) differs from step {finding.step} on, {ranks}"
     if finding.comparison == CROSS:
         return (

@@ -1,0 +1,55 @@
+"""What the tests of train_step share: a mesh, and plain steps to compare with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax_cases import make_batch, mesh, oracle
+
+from unified_ddp.jax import DistributedDataParallel, TrainStep
+
+RATE = 0.1
+
+
+def batches(count: int = 3, rows: int = 8) -> list[Any]:
+    x, y = make_batch(count * rows).values()
+    x = jnp.tanh(x)
+    return [{"x": x[i * rows : (i + 1) * rows], "y": y[i * rows : (i + 1) * rows]} for i in range(count)]
+
+
+def make_step(params: Any, loss: Any, size: int, optimizer: Any = None, **options: Any) -> TrainStep:
+    """A step over CPU devices; options are those of the wrapper and of its train_step."""
+    own = {name: options.pop(name) for name in ("trainable", "reduce_dtype", "strategy") if name in options}
+    ddp = DistributedDataParallel(params, **own)
+    return ddp.train_step(loss, optimizer or optax.sgd(RATE, momentum=0.9), mesh=mesh(size, "data"), **options)
+
+
+def plain_steps(
+    loss: Callable[..., Any], params: Any, optimizer: Any, batches: list[Any], parts: int
+) -> tuple[Any, list[float]]:
+    """Parameters and mean losses of plain steps with the mean of the gradients of equal parts of each batch."""
+    opt_state, losses = optimizer.init(params), []
+
+    @jax.jit
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in batches:
+        pieces = [jax.tree.map(lambda x, i=i: np.split(np.asarray(x), parts)[i], batch) for i in range(parts)]
+        losses.append(float(np.mean([loss(params, piece) for piece in pieces])))
+        grads = jax.tree.map(lambda g, p: jnp.asarray(g, p.dtype), oracle(loss, params, batch, parts), params)
+        params, opt_state = update(grads, opt_state, params)
+    return params, losses
+
+
+def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    """Per tensor: the largest difference is at most `tolerance` times the largest value."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.max(np.abs(a - b), initial=0.0)
+        assert error <= tolerance * np.max(np.abs(b), initial=0.0), (jax.tree_util.keystr(path), error)

@@ -1,0 +1,144 @@
+"""One of several processes that train together, started by torchrun. Arguments: folder for results, cases."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from unified_ddp.errors import UnifiedDDPError
+from unified_ddp.jax import DistributedDataParallel, initialize, pad_batch
+
+initialize(initialization_timeout=60)
+
+sys.path.append(str(Path(__file__).parent))
+from jax_cases import loss_fn, make_params  # noqa: E402
+from step_cases import batches  # noqa: E402
+
+folder, rank, size = Path(sys.argv[1]), jax.process_index(), jax.process_count()
+
+
+def own_rows(batch: Any) -> Any:
+    return jax.tree.map(lambda x: np.split(np.array(x), size)[rank], batch)
+
+
+def make_step(**options: Any) -> Any:
+    return DistributedDataParallel(make_params()).train_step(loss_fn, optax.adamw(0.01), **options)
+
+
+def saved_and_restored(leaf: Any) -> Any:
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
+
+
+def trains() -> dict[str, Any]:
+    """From process 0's params; the other's are others. Between steps the state is what a checkpoint would give."""
+    params = make_params() | {"key": jax.random.key(rank), "n": jnp.int32(rank)}
+    step = DistributedDataParallel(params).train_step(loss_fn, optax.adamw(0.01), accumulate=2)
+    state = step.init(jax.tree.map(lambda p: p * (rank + 1) if p.dtype == jnp.float32 else p, params))
+    losses = []
+    for batch in batches(3, 16):
+        state, loss = step(state, own_rows(batch))
+        losses.append(float(loss))
+        state = jax.tree.map(saved_and_restored, state)
+    key = jax.random.key_data(state.params["key"]).tolist()
+    params = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+        if leaf.dtype == jnp.float32
+    }
+    return {"params": params, "losses": losses, "key": key, "n": int(state.params["n"])}
+
+
+def keys_and_weights() -> dict[str, Any]:
+    """Process 1 has no data left: its weights are 0."""
+
+    def loss(params: Any, batch: Any, rng: Any) -> Any:
+        each = jnp.full(len(batch["x"]), jax.random.normal(rng, ()))
+        return each + 0 * loss_fn(params, batch), batch["x"][:, 0]
+
+    step = DistributedDataParallel(make_params()).train_step(loss, optax.sgd(0.1), has_aux=True)
+    batch, weights = pad_batch(jax.tree.map(lambda x: x[: 3 * (rank == 0)], own_rows(batches(1, 8)[0])), 4)
+    _, (loss, aux) = step(step.init(make_params()), batch, jax.random.key(5), weights)
+    return {"loss": float(loss), "aux": float(aux)}
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except UnifiedDDPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mismatches() -> dict[str, str]:
+    params = make_params()
+    other = make_params() | ({"more": jnp.ones(2)} if rank else {})
+    shape = make_params() | {"scale": jnp.ones(1 + rank)}
+    ddp = DistributedDataParallel
+    return {
+        "parameters": _error(lambda: ddp(other).train_step(loss_fn, optax.sgd(0.1)).init(other)),
+        "shape": _error(lambda: ddp(shape).train_step(loss_fn, optax.sgd(0.1)).init(shape)),
+        "options": _error(lambda: make_step(accumulate=1 + rank).init(params)),
+        "buckets": _error(
+            lambda: ddp(params, bucket_cap_mb=(1 + 9 * rank) * 1e-5).train_step(loss_fn, optax.sgd(0.1)).init(params)
+        ),
+        "trainable": _error(
+            lambda: (
+                ddp(params, trainable=lambda n: n != "scale" or rank == 0)
+                .train_step(loss_fn, optax.sgd(0.1))
+                .init(params)
+            )
+        ),
+        "optimizer": _error(
+            lambda: ddp(params).train_step(loss_fn, optax.sgd(0.1) if rank else optax.adam(0.1)).init(params)
+        ),
+        "buffers": _error(lambda: make_step().init(params, {"mean": jnp.ones(2)} if rank else None)),
+    }
+
+
+def uneven() -> dict[str, Any]:
+    step, params = make_step(), make_params()
+    state, batch = step.init(params), own_rows(batches(1, 16)[0])
+    error = _error(lambda: step(state, jax.tree.map(lambda x: x[: 4 + 4 * rank], batch)))
+    _, loss = step(state, batch)
+    return {"error": error, "loss after it": float(loss)}
+
+
+def not_finite() -> dict[str, Any]:
+    step, params = make_step(on_nonfinite="raise"), make_params()
+    batch = own_rows(batches(1, 16)[0])
+    if rank == 1:
+        batch["y"][-1] = np.inf
+    return {"error": _error(lambda: step(step.init(params), batch))}
+
+
+def stalls() -> dict[str, Any]:
+    """Process 1 comes to one init less, and to one step less."""
+    step, params = make_step(timeout=4), make_params()
+    state, batch = step.init(params), own_rows(batches(1, 16)[0])
+    state, _ = step(state, batch)
+    if rank == 1:
+        return {}
+    return {"init": _error(lambda: make_step(timeout=2).init(params)), "step": _error(lambda: step(state, batch))}
+
+
+try:
+    for name in sys.argv[2:]:
+        partial = folder / f"{name}.{rank}"
+        partial.write_text(json.dumps(globals()[name]()))
+        partial.rename(folder / f"{name}.{rank}.json")
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # an ordinary exit would wait for the others
+if "stalls" in sys.argv:
+    # Process 0 is still in a collective that will not end: neither waits for it at exit, nor leaves before the other.
+    while not all((folder / f"stalls.{r}.json").exists() for r in range(size)):
+        time.sleep(0.05)
+    os._exit(0)

@@ -1,0 +1,111 @@
+"""train_step in two processes of two CPU devices each, started by torchrun."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax_cases import loss_fn, make_params
+from step_cases import batches, plain_steps
+from support.torchrun import torchrun
+
+pytestmark = pytest.mark.timeout(300)
+
+PROCESSES = 2
+WORKER = Path(__file__).with_name("step_worker.py")
+CASES = ("trains", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
+
+
+def run(folder: Path, devices: int, cases: tuple[str, ...]) -> dict[str, Any]:
+    """What each process wrote, by case."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    torchrun(WORKER, str(folder), *cases, env={"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
+    found = {c: [json.loads((folder / f"{c}.{r}.json").read_text()) for r in range(PROCESSES)] for c in cases}
+    return found | {"replicas": PROCESSES * devices}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The processes run once for all tests."""
+    return run(tmp_path_factory.mktemp("two_devices"), 2, CASES)
+
+
+@pytest.fixture(scope="module", params=[2, 1], ids=["2devices", "1device"])
+def each(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With one device, XLA computes in the thread that dispatches, which a stall then holds."""
+    if request.param == 2:
+        return request.getfixturevalue("results")
+    return run(tmp_path_factory.mktemp("one_device"), 1, ("trains", "stalls"))
+
+
+def test_trains_as_one_process_would(each: dict[str, Any]) -> None:
+    """With the params of process 0, of every dtype."""
+    params = make_params()
+    want, losses = plain_steps(loss_fn, params, optax.adamw(0.01), batches(3, 16), 2 * each["replicas"])
+    for result in each["trains"]:
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-5)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+            got = np.array(result["params"][jax.tree_util.keystr(path, simple=True, separator=".")]).reshape(leaf.shape)
+            np.testing.assert_allclose(got, leaf, atol=2e-5 * np.max(np.abs(leaf), initial=0), rtol=0)
+        assert result["key"] == jax.random.key_data(jax.random.key(0)).tolist()
+        assert result["n"] == 0
+    assert each["trains"][0] == each["trains"][1]
+
+
+def test_a_process_that_does_not_come_is_named(each: dict[str, Any]) -> None:
+    errors = each["stalls"][0]
+    assert errors["init"].startswith("StallError: process 1 did not come to train_step's init within 2 s")
+    assert (
+        "step 1 (the calls of this process, from 0), has not ended within 4 s: process 1 has not come" in errors["step"]
+    )
+    assert errors["step"].startswith("StallError: train_step ")
+
+
+def test_a_process_without_data_and_keys_by_replica(results: dict[str, Any]) -> None:
+    rng = jax.random.fold_in(jax.random.key(5), 0)
+    x = np.asarray(batches(1, 8)[0]["x"])[:3, 0]
+    noise = [float(jax.random.normal(jax.random.fold_in(rng, replica), ())) for replica in range(2)]
+    for result in results["keys_and_weights"]:
+        np.testing.assert_allclose(result["loss"], (2 * noise[0] + noise[1]) / 3, rtol=1e-5)
+        np.testing.assert_allclose(result["aux"], x.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        (
+            "parameters",
+            ["parameter number 6 is 'scale' on process 0, 'more' on process 1", "8 parameters on process 0"],
+        ),
+        ("shape", ["the shape of parameter 'scale' is [1] on process 0, [2] on process 1"]),
+        ("options", ["different options: accumulate is '1' on process 0, '2' on process 1"]),
+        ("buckets", ["different options: plan is "]),
+        ("trainable", ["the trainable of parameter 'scale' is True on process 0, False on process 1"]),
+        ("optimizer", ["different options: optimizer_state is ", "mu.dense1.kernel: [3, 5]", "'()' on process 1"]),
+        ("buffers", ["buffer number 0 is absent on process 0, 'mean' on process 1"]),
+    ],
+)
+def test_every_process_names_the_first_difference(results: dict[str, Any], case: str, parts: list[str]) -> None:
+    for result in results["mismatches"]:
+        assert result[case].startswith("ConstructionMismatchError: processes ")
+        for part in parts:
+            assert part in result[case]
+
+
+def test_uneven_data_is_refused_in_every_process(results: dict[str, Any]) -> None:
+    loss = float(loss_fn(make_params(), batches(1, 16)[0]))
+    for result in results["uneven"]:
+        assert result["error"].startswith("UnevenDataError: step 0: processes gave batches of different shapes: ")
+        assert "x: [4, 3]" in result["error"].split(" on process 0, ")[0]
+        assert "x: [8, 3]" in result["error"].split(" on process 0, ")[1]
+        assert "pad_batch" in result["error"]
+        np.testing.assert_allclose(result["loss after it"], loss, rtol=1e-5)
+
+
+def test_gradients_that_are_not_finite_are_named_in_every_process(results: dict[str, Any]) -> None:
+    for result in results["not_finite"]:
+        assert result["error"].startswith("NonFiniteError: step 0: gradients are not finite: 'dense1.bias', ")
+        assert "on replica 3 (process 1). State is unchanged" in result["error"]
