@@ -54,7 +54,7 @@ def row(
         ranks: how many processes it takes.
         timeout: seconds after which it counts as a hang.
         errors: by rank, what its error must say; None if all must be right.
-        kills: it ends ranks, or leaves their process group unusable.
+        kills: it ends ranks.
         variants: keyword arguments.
     """
 

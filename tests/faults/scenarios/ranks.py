@@ -37,7 +37,6 @@ def step(ddp: Any) -> None:
     "the others' error names it within the timeout and a few seconds",
     ranks=3,
     errors={0: ["rank 2", *BUCKET], 1: ["rank 2", *BUCKET]},
-    kills=True,
     timeout=30,
 )
 def stalls(ddp_class: Any, rank: int, world_size: int) -> None:
@@ -82,7 +81,6 @@ def raises(ddp_class: Any, rank: int, world_size: int) -> None:
     "a rank skips a backward pass, of a model with buffers",
     "errors on both ranks that name the other",
     errors={0: ["rank 1", *BUCKET], 1: ["rank 0"]},
-    kills=True,
     timeout=30,
 )
 def skips_backward(ddp_class: Any, rank: int, world_size: int) -> None:
@@ -97,7 +95,6 @@ def skips_backward(ddp_class: Any, rank: int, world_size: int) -> None:
     "a rank skips its last step",
     "the other's error names it",
     errors={0: ["rank 1", *BUCKET]},
-    kills=True,
     timeout=30,
 )
 def skips_last(ddp_class: Any, rank: int, world_size: int) -> None:
@@ -110,7 +107,6 @@ def skips_last(ddp_class: Any, rank: int, world_size: int) -> None:
     "ranks disagree on no_sync",
     "the synchronising rank's error names the other",
     errors={0: ["rank 1", *BUCKET]},
-    kills=True,
     timeout=30,
     variants=({}, {"find_unused_parameters": True}),
 )
@@ -124,7 +120,6 @@ def disagree(ddp_class: Any, rank: int, world_size: int, **options: Any) -> None
     "ranks disagree on no_sync, TORCH_DISTRIBUTED_DEBUG=DETAIL",
     "an error in that forward, on both",
     errors={r: ["no_sync", "synchronising on rank 0", "under no_sync on rank 1"] for r in range(2)},
-    kills=True,
     timeout=30,
 )
 def disagree_detail(ddp_class: Any, rank: int, world_size: int) -> None:
@@ -140,7 +135,6 @@ def disagree_detail(ddp_class: Any, rank: int, world_size: int) -> None:
     "a rank constructs no wrapper",
     "the other's error names it",
     errors={0: ["rank 1", "construction"]},
-    kills=True,
     timeout=30,
 )
 def not_constructed(ddp_class: Any, rank: int, world_size: int) -> None:
