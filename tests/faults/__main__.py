@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from support.world import World
 
 from faults.judge import judge
@@ -30,20 +31,23 @@ def main(
             outcome = judge(row, worlds.setdefault(row.ranks, World(row.ranks)), torchs=torch)
             outcomes[row.name] = {"kind": row.kind, "right": outcome.right, "text": outcome.text}
             first = outcome.text.splitlines()[0][:200] if outcome.text else ""
-            shown = "right" if outcome.right else f"[red]{first}[/red]".replace("[/", r"[/") if first else "wrong"
             mark = "ok  " if outcome.right else "FAIL"
             console.print(f"{mark} {row.kind}: {row.name}", markup=False, highlight=False)
             if not outcome.right:
                 console.print(f"     {first}", markup=False, highlight=False)
-            table.add_row(row.kind, row.name, row.expected, shown)
+            shown = Text("right") if outcome.right else Text(first, style="red")
+            table.add_row(row.kind, Text(row.name), row.expected, shown)
     finally:
         for world in worlds.values():
             world.stop()
-    console.print(table)
-    failed = sum(not o["right"] for o in outcomes.values())
-    console.print(f"{failed} of {len(outcomes)} rows fail")
     if file is not None:
         file.write_text(json.dumps(outcomes, indent=1))
+    console.print(table)
+    for kind in dict.fromkeys(o["kind"] for o in outcomes.values()):
+        rights = [o["right"] for o in outcomes.values() if o["kind"] == kind]
+        console.print(f"{kind}: {rights.count(False)} of {len(rights)} rows fail")
+    failed = sum(not o["right"] for o in outcomes.values())
+    console.print(f"{failed} of {len(outcomes)} rows fail")
     raise typer.Exit(1 if failed and not torch else 0)
 
 
