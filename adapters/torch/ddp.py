@@ -228,8 +228,23 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             self._register_builtin_comm_hook(self._builtin_hook)
         self.reducer.on_unreduced = weak_call(self._warn_unreduced)
         self._warned_unreduced = False
+        self._hooks_compared = False
         reduced = self.reducer.params
         self._watch = ModuleWatch(self.module, reduced, self.parameters_to_ignore, self._mixed is not None)
+
+    def _compare_hooks(self) -> None:
+        """Once, with a small collective: all ranks registered the same hooks, or a bucket would be reduced two ways."""
+        self._hooks_compared = True
+        if self._init_sync_buffers is None or self._join_config.enable:
+            return
+        hook, buffer_hook = self.reducer.comm_hook, getattr(self, "buffer_hook", None)
+        options = {
+            "the comm hook": hook and hook_name(hook.hook),
+            "the buffer hook": buffer_hook and hook_name(buffer_hook.buffer_comm_hook),
+            "static_graph": self.static_graph,
+        }
+        with self._progress.waiting("the first synchronising forward", "the comparison of hooks"):
+            check_construction(self._transport, {"parameters": [], "buffers": [], "options": options})
 
     def _follow_module(self) -> None:
         """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""
@@ -303,6 +318,8 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 self._progress.forward(self.require_backward_grad_sync)
                 if dist.get_debug_level() == dist.DebugLevel.DETAIL and not self._join_config.enable:
                     self._progress.compare_no_sync(self.require_backward_grad_sync)
+            if sync and not self._hooks_compared:
+                self._compare_hooks()
             if sync:
                 self.logger.set_runtime_stats_and_log()
                 self.reducer.prepare_for_forward()

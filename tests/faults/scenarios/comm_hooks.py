@@ -1,6 +1,7 @@
 """Comm hooks of all kinds of callables, and what runs on CPUs."""
 
 import copy
+import datetime
 import functools
 import os
 from typing import Any
@@ -78,6 +79,19 @@ def copied(ddp_class: Any, rank: int, world_size: int) -> None:
     other = copy.deepcopy(ddp)
     train(other)
     assert seen, "the copy does not call the hook"
+
+
+@row(
+    "a comm hook registered on one rank only",
+    "buckets reduced two ways: an error on every rank before the first",
+    errors={r: ["comm hook", "fp16_compress_hook", "rank 0", "rank 1"] for r in range(2)},
+    kills=True,
+)
+def on_one_rank(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(MLP(), process_group=dist.new_group(timeout=datetime.timedelta(seconds=4)))
+    if rank == 1:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    loss(ddp(torch.randn(5, 8))).backward()
 
 
 @row("a compression hook on CPUs", "the mean over ranks, rounded", variants=({"bits": "bf16"}, {"bits": "fp16"}))
