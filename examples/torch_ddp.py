@@ -115,6 +115,8 @@ def main() -> None:
         pin_memory=gpu,
     )
     first = load(args.checkpoint, model, optimizer, device)
+    if first >= args.epochs and dist.get_rank() == 0:
+        print(f"{args.checkpoint} holds all {first} epochs: remove it, or ask for more with --epochs")
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
         loss = train_epoch(model, optimizer, loader, args.accumulate)

@@ -17,26 +17,61 @@ _will_execute: Callable[[Node], bool] | None = getattr(torch._C, "_will_engine_e
 
 def accumulate_grad_node(param: torch.Tensor) -> Node:
     """Returns the node that adds to `param.grad`. Holding it keeps its stream: the one current at the first call."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr,return-value]
 
 
 def arrivals(nodes: Sequence[Node]) -> bytes | None:
     """Returns, during a backward pass, one byte a node: 1 it runs exactly once, 0 it may run in a reentrant one.
 
-    None means that nothing is known: the engine cannot tell, or this is `torch.autograd.grad` of a parameter.
+    Under `torch.autograd.grad` none runs. None means that the engine cannot tell.
     """
     if _will_execute is None:
         return None
     try:
         return bytes(map(_will_execute, nodes))
-    except RuntimeError:
-        return None
+    except RuntimeError:  # torch.autograd.grad of one of them
+        return bytes(len(nodes))
 
 
 def accumulates(node: Node) -> bool:
     """Says, in a hook on a parameter, whether its `.grad` is about to be added to: not under `autograd.grad`."""
-    return _will_execute is None or bool(arrivals([node]))
+    if _will_execute is None:
+        return True
+    try:
+        _will_execute(node)
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_autograd_grad() -> bool:
+    """Says, in a hook before a node runs, whether this is `torch.autograd.grad`, which leaves every `.grad` alone.
+
+    A backward pass runs every leaf that the node leads to; one with `inputs=` may be taken for `autograd.grad`.
+    """
+    current = getattr(torch._C, "_current_autograd_node", lambda: None)()
+    leaf = None if current is None else _first_leaf(current)
+    return leaf is not None and arrivals([leaf]) == b"\0"
+
+
+def _first_leaf(node: Node) -> Node | None:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return node
+        if node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+    return None
+
+
+def in_functorch() -> bool:
+    """Says whether tensors made now belong to a transformation of `torch.func`, and end with it."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    return peek() is not None
 
 
 def at_backward_start(outputs: Iterable[torch.Tensor], call: Callable[[Any], None]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from unified_ddp.construction import check_construction
+from unified_ddp.errors import UnusedParameterError
 from unified_ddp.plan import BucketPlan
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks import must_run_alone, working_hook
@@ -252,12 +253,14 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             self._mixed.restore()
         self._take_parameters(self.module)
         self._assign_modules_buffers()
-        self.reducer.remove_hooks()
-        self._has_rebuilt_buckets = False
-        self._lazy_init_ran = False
         if self._init_sync_buffers is not None:
             self._init_sync(self._init_sync_buffers)
+        before = self.reducer
+        before.remove_hooks()
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
         self._make_reducer()
+        self.reducer.take_over(before)
 
     def _warn_unreduced(self) -> bool:
         if not self.require_backward_grad_sync:
@@ -322,7 +325,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 self._compare_hooks()
             if sync:
                 self.logger.set_runtime_stats_and_log()
-                self.reducer.prepare_for_forward()
+                self._prepare_for_forward()
             work = Join.notify_join_context(self)
             if work:
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
@@ -342,6 +345,15 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             self._mixed.lower()
             inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
         return inputs, kwargs
+
+    def _prepare_for_forward(self) -> None:
+        try:
+            self.reducer.prepare_for_forward()
+        except UnusedParameterError:
+            if not self._watch.differs():
+                raise
+            self._follow_module()  # the unused parameters are no longer the module's
+            self.reducer.prepare_for_forward()
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.join import _JoinConfig
 
     from unified_ddp.torch.gradient_reducer import GradientReducer
+    from unified_ddp.torch.module_watch import ModuleWatch
     from unified_ddp.torch.post_reduction import PostReductionHook, PostReductionHooks
     from unified_ddp.torch.progress import Progress
     from unified_ddp.torch.transport import ProcessGroupTransport
@@ -33,6 +34,8 @@ class DDPExtensions:
         parameters_to_ignore: set[str]
         _transport: ProcessGroupTransport
         _progress: Progress
+        _watch: ModuleWatch
+        _follow_module: Callable[[], None]
         _steps: int
         _lazy_init_ran: bool
         _lazy_init: Callable[[], None]
@@ -54,6 +57,8 @@ class DDPExtensions:
         self._refuse_in_join("sync_gradients()")
         if not self._lazy_init_ran:
             self._lazy_init()
+        if self._watch.changed():
+            self._follow_module()
         self._count_step()
         with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()

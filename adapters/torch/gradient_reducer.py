@@ -115,6 +115,7 @@ class GradientReducer(ReducerMembers):
         """Called for a gradient outside a synchronising backward pass; says whether it needs to hear of no other."""
         self.core.arm()
         self._node_handles: list[Any] = []
+        self._forwards = 0
         self._forward_context: int | None = None
         self._context: int | None = None
         self._rearm = False
@@ -122,6 +123,7 @@ class GradientReducer(ReducerMembers):
         # Holding the nodes keeps each on the stream that is current now.
         self._nodes = [_engine.accumulate_grad_node(p) for p in self.params]
         handles = [p.register_post_accumulate_grad_hook(self.core.hook(i)) for i, p in enumerate(self.params)]
+        self._hook_ids = [handle.id for handle in handles]
         if isinstance(self.scaling, SumScaling):
             before = weak_call(self._before_gradient)
             handles += [p.register_hook(_at(before, i)) for i, p in enumerate(self.params)]
@@ -192,6 +194,7 @@ class GradientReducer(ReducerMembers):
                 self._node_handles = distributed_autograd.hook_nodes(self._nodes, weak_call(self._node_ran))
                 weakref.finalize(self, _remove, self._node_handles)
         self.core.arm()
+        self._forwards += 1
         self._expecting = True
         self._rearm = False
         _engine.at_backward_start(outputs, weak_call(self._start_at_output))
@@ -205,7 +208,7 @@ class GradientReducer(ReducerMembers):
 
     def rebuild_buckets(self) -> bool:
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
-        if self.rebuilt or self._observed is None or self.usage.varies:
+        if self.rebuilt or self._observed is None or self.usage.varies or _engine.in_functorch():
             return False
         with self.progress.waiting(self.progress.forward_name, "rank 0's order of buckets"):
             order = self.transport.broadcast_ints(self._observed)
@@ -245,16 +248,20 @@ class GradientReducer(ReducerMembers):
     def _before_gradient(self, param: int) -> None:
         """Before a parameter's gradient is added to its `.grad`: see `SumScaling`."""
         assert isinstance(self.scaling, SumScaling)
-        if self.core.touched(param) or not self.backend.has_gradient(param):
+        if self.core.touched(param) or param in self.scaling.shared or not self.backend.has_gradient(param):
             return
         if _engine.accumulates(_engine.accumulate_grad_node(self.params[param])):
             self.backend.scale_gradient(param, self.scaling.share)
+            self.scaling.shared.add(param)
 
     def _start(self) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self._left_by_exception():
                 return
             self._give_up()
+        arrival = self._arrivals()
+        if arrival is not None and not any(arrival) and self._asks_at_once and _engine.is_autograd_grad():
+            return
         self._agree_after_exception()
         self.timer.mark(timing.BACKWARD_START)
         self.progress.backwards += 1
@@ -262,7 +269,6 @@ class GradientReducer(ReducerMembers):
         self._ends = weakref.ref(end)
         _engine.at_backward_end(end)
         self.backend.start_step()
-        arrival = self._arrivals()
         if self.options.skip_unused:
             expected = arrival if arrival is not None else bytes([1]) * len(self.params)
             self.backend.ask_usage([bool(a) or self.core.touched(i) for i, a in enumerate(expected)])
@@ -272,13 +278,28 @@ class GradientReducer(ReducerMembers):
         # those that its gradients were made on; at the end of the pass the caller's streams have waited for all.
         self.core.begin(None if self._several_devices else self._without_delayed(arrival))
 
+    @property
+    def _asks_at_once(self) -> bool:
+        """Whether a backward pass that reaches no parameter takes part in the ranks' reduction all the same."""
+        return self.options.find_unused or self.options.skip_unused
+
     def _arrivals(self) -> bytes | None:
-        if self.mixed is not None:  # a parameter in another dtype has another node
-            return _engine.arrivals([_engine.accumulate_grad_node(p) for p in self.params])
-        if not self.usage.varies:
-            return _engine.arrivals(self._nodes)
-        with torch.autograd.profiler.record_function("unified_ddp::search_unused_parameters"):
-            return _engine.arrivals(self._nodes)
+        if self.mixed is not None:
+            if self._forwards > 1:  # each lowered the parameters anew, and reaches them through nodes of its own
+                return None
+            arrival = _engine.arrivals([_engine.accumulate_grad_node(p) for p in self.params])
+        elif not self.usage.varies:
+            arrival = _engine.arrivals(self._nodes)
+        else:
+            with torch.autograd.profiler.record_function("unified_ddp::search_unused_parameters"):
+                arrival = _engine.arrivals(self._nodes)
+        return arrival if arrival is None else self._without_later_hooks(arrival)
+
+    def _without_later_hooks(self, arrival: bytes) -> bytes:
+        """A parameter whose gradient other hooks change after ours has its final one only when the pass ends."""
+        every = [p._post_accumulate_grad_hooks for p in self.params]  # type: ignore[attr-defined]
+        later = {i for i, hooks in enumerate(every) if len(hooks) > 1 and next(reversed(hooks)) != self._hook_ids[i]}
+        return bytes(0 if i in later else a for i, a in enumerate(arrival)) if later else arrival
 
     def _without_delayed(self, arrival: bytes | None) -> bytes | None:
         if not self._delayed or arrival is None:
@@ -323,6 +344,9 @@ class GradientReducer(ReducerMembers):
         self._post_backward = []
         self.buckets_reduced = self.backend.launched
         counts = self.backend.finished(self.usage.needs_counts)
+        self._forwards = 0
+        if self.scaling is not None:
+            self.scaling.end()
         if self.core.seen_count:
             self._expecting = self._rearm
         # As torch's class, which observes a static graph from the second iteration on: the same buckets, the same bits.
@@ -330,6 +354,17 @@ class GradientReducer(ReducerMembers):
             seen = set(self.last_order)
             self._observed = [*self.last_order, *(i for i in reversed(range(len(self.params))) if i not in seen)]
         self.usage.add(self.last_order, counts, shadow, self._incomplete)
+
+    def take_over(self, other: "GradientReducer") -> None:
+        """Goes on where another reducer of the same module, before it was changed, has stopped."""
+        before = {param: i for i, param in enumerate(other.params)}
+        self.core.arm(False)
+        for i, param in enumerate(self.params):
+            if param not in before or other.core.touched(before[param]):
+                self.core.mark(i)
+        self.core.arm()
+        if self.scaling is not None and other.scaling is not None:
+            self.scaling.take_over(other.scaling, {before[p]: i for i, p in enumerate(self.params) if p in before})
 
     def _incomplete(self) -> tuple[list[int], list[int]]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad], self.backend.lent
@@ -375,6 +410,8 @@ class GradientReducer(ReducerMembers):
             self.core.finish()
             self._in_doubt = False
             self.backend.finished()
+            if self.scaling is not None:
+                self.scaling.end()
         finally:
             self.post_reduction.raise_first()
 

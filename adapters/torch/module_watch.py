@@ -51,9 +51,12 @@ class ModuleWatch:
             return True
         if self._cast and self._cast[0].device != self._device:
             return True
-        if not self._assigned:
-            return False
-        self._assigned = False
+        if self._assigned:
+            self._assigned = self.differs()
+        return self._assigned
+
+    def differs(self) -> bool:
+        """Says, at the cost of a walk over the module, whether other parameters are in it, or first buffers."""
         now = self._parameters()
         buffers = not self._has_buffers and any(True for _ in self._module.buffers())
         return buffers or now.keys() != self._named.keys() or any(now[n] is not p for n, p in self._named.items())

@@ -70,6 +70,10 @@ def check_replicas(
     if len(set(transport.all_gather_ints(int(mine) & (1 << 64) - 1))) == 1:
         return
     ranks = [json.loads(text) for text in transport.all_gather_text(json.dumps(hashes.tolist()))]
+    if counts := tell_sides([f"{len(r)} {kind}s" for r in ranks]):
+        raise ReplicaMismatchError(
+            f"the replicas are no longer equal: there are {counts}. Change modules alike on all ranks"
+        )
     raise ReplicaMismatchError(_difference(list(tensors), ranks, kind))
 
 

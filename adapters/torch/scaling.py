@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,12 @@ class Scaling(Protocol):
     def adjust(self, storage: BucketStorage | SparseBucketStorage) -> None:
         """Changes a packed bucket before it is reduced."""
 
+    def end(self) -> None:
+        """Hears that all buckets are reduced."""
+
+    def take_over(self, other: Any, numbers: Mapping[int, int]) -> None:
+        """Takes the state of a scaling of the same kind; `numbers` gives our number for its parameters."""
+
 
 def make_scaling(reduction: str, transport: ProcessGroupTransport, touched: Callable[[int], bool]) -> Scaling | None:
     """Returns the scaling for one of `REDUCTIONS`; None is the mean, which needs none.
@@ -61,6 +67,8 @@ class SumScaling:
     def __init__(self, transport: ProcessGroupTransport, touched: Callable[[int], bool]) -> None:
         self._transport = transport
         self._touched = touched
+        self.shared: set[int] = set()
+        """Parameters whose gradients were divided and are not reduced yet."""
 
     @property
     def share(self) -> float:
@@ -83,8 +91,16 @@ class SumScaling:
     def adjust(self, storage: BucketStorage | SparseBucketStorage) -> None:
         """Leaves this rank's share of gradients that it has not touched since they were reduced."""
         for position, param in enumerate(storage.spec.params):
-            if not self._touched(param) and storage.gradient(position) is not None:
+            if not self._touched(param) and param not in self.shared and storage.gradient(position) is not None:
                 storage.views[position].mul_(self.share)
+
+    def end(self) -> None:
+        """What is divided is reduced."""
+        self.shared.clear()
+
+    def take_over(self, other: "SumScaling", numbers: Mapping[int, int]) -> None:
+        """Takes what was divided."""
+        self.shared = {numbers[param] for param in other.shared if param in numbers}
 
 
 class WeightedScaling:
@@ -107,7 +123,10 @@ class WeightedScaling:
             weight = weight.item()
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
             raise TypeError(f"a weight is a number, not {weight!r} of type {type(weight).__name__}")
-        weight = float(weight)
+        try:
+            weight = float(weight)
+        except OverflowError:
+            weight = math.inf
         if not 0 <= weight < math.inf:
             raise ValueError(f"a weight is finite and not negative, not {weight!r}")
         self._weight, self._used = weight, False
@@ -127,9 +146,7 @@ class WeightedScaling:
         self._used |= not joined
         mine = torch.tensor([weight], dtype=torch.float64, device=self._transport.device)
         every = mine.new_empty(self._transport.world_size)
-        work = dist.all_gather_into_tensor(every, mine, group=self._transport.group, async_op=True)
-        assert work is not None
-        self._gathering = (every, work)
+        self._gathering = (every, self._transport.group.allgather([list(every.split(1))], [mine]))
 
     def factor(self) -> float:
         """Returns this rank's weight divided by the sum of all; waits for the other ranks' at the first call.
@@ -149,6 +166,13 @@ class WeightedScaling:
     def adjust(self, storage: BucketStorage | SparseBucketStorage) -> None:
         """A weighted mean leaves equal values unchanged."""
 
+    def end(self) -> None:
+        """Nothing to keep."""
+
+    def take_over(self, other: "WeightedScaling", numbers: Mapping[int, int]) -> None:
+        """Takes the weight."""
+        self._weight, self._used = other._weight, other._used
+
     def _share(self, weights: list[float]) -> float:
         missing = [rank for rank, weight in enumerate(weights) if math.isnan(weight)]
         if missing:
@@ -158,6 +182,11 @@ class WeightedScaling:
                 "set_weight() on every rank before each iteration's backward pass"
             )
         total = sum(weights)
+        if math.isinf(total):
+            raise ReductionError(
+                f"the weights of all ranks, {weights}, add up to more than a float holds, and nothing was reduced. "
+                "Scale them down"
+            )
         if total == 0:
             raise ReductionError(
                 "the weights of all ranks are 0, so there is nothing to average and nothing was reduced. Give a "

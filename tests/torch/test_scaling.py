@@ -292,3 +292,54 @@ def case_join(rank: int, world_size: int, reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["sum", "weighted_mean"])
 def test_join(world: Callable[[int], Any], reduction: str) -> None:
     world(2).run(case_join, reduction=reduction)
+
+
+CHANGES: dict[str, Callable[[MLP], None]] = {
+    "unfrozen": lambda m: m.layers[0].requires_grad_(True) and None,
+    "assigned": lambda m: (
+        m.load_state_dict({n: nn.Parameter(t.clone()) for n, t in m.state_dict().items()}, assign=True) and None
+    ),
+}
+
+
+def case_changed(rank: int, world_size: int, reduction: str, change: str) -> None:
+    model = MLP()
+    model.layers[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model, reduction=reduction)
+    share = 1.0 if reduction == "sum" else 1 / world_size
+    check(ddp, lambda m: backward(m, torch.ones(3, 8)), share)
+    CHANGES[change](model)
+    ddp.zero_grad()
+    batches = [torch.randn(3, 8) for _ in range(3)]
+    check(ddp, lambda m: accumulate(m, batches), share)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_was_accumulated_before_a_change_is_followed(
+    world: Callable[[int], Any], reduction: str, change: str
+) -> None:
+    world(2).run(case_changed, reduction=reduction, change=change)
+
+
+def case_hook_raises(rank: int, world_size: int) -> None:
+    """A user's hook raises after ours divided what `.grad` held: it is divided once, not again in the next pass."""
+    ddp = DistributedDataParallel(MLP(), reduction="sum")
+    x = torch.randn(3, 8)
+    backward(ddp, x)
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    want = expected(ddp.module, lambda m: backward(m, 2 * x), 1.0)
+    handle = ddp.module.head.bias.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        backward(ddp, x)
+    handle.remove()
+    backward(ddp, 2 * x)
+    name, found = "head.bias", ddp.module.head.bias.grad
+    torch.testing.assert_close(found.double(), want[name])
+
+
+def test_sum_after_an_exception_in_a_hook(world: Callable[[int], Any]) -> None:
+    world(2).run(case_hook_raises)

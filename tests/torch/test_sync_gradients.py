@@ -137,3 +137,18 @@ def case_no_sync(rank: int, world_size: int) -> None:
 
 def test_no_sync_can_be_switched_off(world: Callable[[int], Any]) -> None:
     world(2).run(case_no_sync)
+
+
+def case_changed(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP())
+    ddp.module.load_state_dict({n: nn.Parameter(t.clone()) for n, t in ddp.module.state_dict().items()}, assign=True)
+    x = torch.randn(3, 8)
+    expected = oracle(ddp.module, lambda m: m(x).pow(2).mean().backward())
+    with ddp.no_sync():
+        ddp(x).pow(2).mean().backward()
+    ddp.sync_gradients()
+    assert_equals_oracle(ddp.module, expected)
+
+
+def test_a_module_changed_before(world: Callable[[int], Any]) -> None:
+    world(2).run(case_changed)

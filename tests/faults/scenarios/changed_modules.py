@@ -1,5 +1,6 @@
 """What is done to a module after it was wrapped."""
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -179,3 +180,27 @@ def copied(ddp_class: Any, rank: int, world_size: int, **options: Any) -> None:
     train(ddp)
     train(copy.deepcopy(ddp), 3)
     train(ddp)
+
+
+@row("parameters removed after wrapping", "gradients on the others", variants=({"how": "del"}, {"how": "None"}))
+def removed(ddp_class: Any, rank: int, world_size: int, how: str) -> None:
+    ddp = ddp_class(MLP())
+    train(ddp)
+    if how == "del":
+        del ddp.module.layers[1].bias
+        ddp.module.layers[1].register_parameter("bias", None)
+    else:
+        ddp.module.layers[1].bias = None
+    train(ddp, 3)
+
+
+@row("a change that differs between ranks, caught, mended, and gone on with", "trains as after a change made alike")
+def mended(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(MLP())
+    train(ddp)
+    ddp.module.head = nn.Linear(40, 2 + rank)
+    with contextlib.suppress(RuntimeError):
+        ddp(torch.randn(5, 8))
+    ddp.module.head = nn.Linear(40, 2)
+    ddp(torch.randn(5, 8))
+    train(ddp, 3)

@@ -101,8 +101,8 @@ def compressed(ddp_class: Any, rank: int, world_size: int, bits: str) -> None:
     train(ddp, 0.02)
 
 
-@row("mixed_precision on CPUs", "bfloat16's gradients, float32 parameters")
-def mixed(ddp_class: Any, rank: int, world_size: int) -> None:
+@row("mixed_precision on CPUs", "bfloat16's gradients, float32 parameters", variants=({"passes": 1}, {"passes": 2}))
+def mixed(ddp_class: Any, rank: int, world_size: int, passes: int) -> None:
     config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ddp = ddp_class(MLP(), mixed_precision=config)
     for _ in range(3):
@@ -110,8 +110,8 @@ def mixed(ddp_class: Any, rank: int, world_size: int) -> None:
         local = copy.deepcopy(ddp.module).bfloat16()
         local.zero_grad()
         x = torch.randn(5, 8)
-        loss(local(x.bfloat16())).backward()
-        loss(ddp(x)).backward()
+        sum(loss(local(x.bfloat16() * (i + 1))) for i in range(passes)).backward()
+        sum(loss(ddp(x * (i + 1))) for i in range(passes)).backward()
         for own, p in zip(local.parameters(), ddp.module.parameters(), strict=True):
             mean = own.grad.float()
             dist.all_reduce(mean)

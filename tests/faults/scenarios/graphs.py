@@ -1,5 +1,6 @@
 """Graphs that reach parameters more than once, not at all, or past the wrapper's output."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -170,3 +171,67 @@ def unused_output(ddp_class: Any, rank: int, world_size: int, **options: Any) ->
     ddp = ddp_class(TwoHeads(), **options)
     for _ in range(3):
         check_step(ddp, lambda m, x=torch.randn(5, 8): loss(m(x)["l"]).backward())
+
+
+@row(
+    "torch.autograd.grad on one rank only, between forward and backward",
+    "leaves every .grad alone",
+    variants=(*OPTIONS, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
+)
+def grad_on_one_rank(ddp_class: Any, rank: int, world_size: int, **options: Any) -> None:
+    ddp = ddp_class(MLP(), **options)
+
+    def run(m: nn.Module, x: torch.Tensor) -> None:
+        out = m(x)
+        if rank == 0:
+            torch.autograd.grad(out.sum(), next(iter(m.parameters())), retain_graph=True)
+            torch.autograd.grad(out.sum(), x, retain_graph=True)
+        loss(out).backward()
+
+    for _ in range(3):
+        check_step(ddp, lambda m, x=torch.randn(5, 8, requires_grad=True): run(m, x))
+
+
+@row("torch.autograd.grad after no_sync", "leaves what was accumulated alone", variants=OPTIONS)
+def grad_after_no_sync(ddp_class: Any, rank: int, world_size: int, **options: Any) -> None:
+    ddp = ddp_class(MLP(), **options)
+    for _ in range(2):
+        check_step(ddp, lambda m, x=torch.randn(5, 8): loss(m(x)).backward())
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss(ddp(torch.randn(5, 8))).backward()
+    before = [p.grad.clone() for p in ddp.parameters()]
+    x = torch.randn(5, 8, requires_grad=True)
+    torch.autograd.grad(ddp(x).sum(), x)
+    assert all(torch.equal(p.grad, b) for p, b in zip(ddp.parameters(), before, strict=True)), "it changed .grad"
+
+
+@row(
+    "a post-accumulate hook, registered after wrapping, that scales gradients",
+    "scales what each rank adds to the mean",
+    variants=({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}),
+)
+def scaling_hook(ddp_class: Any, rank: int, world_size: int, **options: Any) -> None:
+    ddp = ddp_class(MLP(300, 2), **options)  # with gradients large enough to be packed at once
+
+    def scale(p: torch.Tensor) -> None:
+        p.grad.mul_(rank + 1)
+
+    def run(m: nn.Module, x: torch.Tensor) -> None:
+        handles = [p.register_post_accumulate_grad_hook(scale) for p in m.parameters()]
+        loss(m(x)).backward()
+        for handle in handles:
+            handle.remove()
+
+    for _ in range(3):
+        check_step(ddp, lambda m, x=torch.randn(5, 8): run(m, x))
+
+
+@row("torch.func.grad through the wrapper in the second iteration", "later steps are as any other")
+def through_functorch(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(MLP())
+    check_step(ddp, lambda m, x=torch.randn(5, 8): loss(m(x)).backward())
+    with contextlib.suppress(RuntimeError):
+        torch.func.grad(lambda x: ddp(x).sum())(torch.randn(5, 8))
+    for _ in range(3):
+        check_step(ddp, lambda m, x=torch.randn(5, 8): loss(m(x)).backward())
