@@ -297,7 +297,7 @@ class GradientReducer(ReducerMembers):
 
     def _without_later_hooks(self, arrival: bytes) -> bytes:
         """A parameter whose gradient other hooks change after ours has its final one only when the pass ends."""
-        every = [p._post_accumulate_grad_hooks for p in self.params]  # type: ignore[attr-defined]
+        every = [p._post_accumulate_grad_hooks for p in self.params]
         later = {i for i, hooks in enumerate(every) if len(hooks) > 1 and next(reversed(hooks)) != self._hook_ids[i]}
         return bytes(0 if i in later else a for i, a in enumerate(arrival)) if later else arrival
 
