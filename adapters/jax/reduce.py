@@ -1,22 +1,22 @@
 """Reducing gradients bucket by bucket: how a bucket becomes one or several all-reduces.
 
 Measured on CPU: across processes every operand of an all-reduce costs a round trip, so small gradients are packed; in
-one process packing buys nothing and each gradient that is unpacked costs some 30 ms of compile time.
+one process packing buys nothing and costs compile time.
 """
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from unified_ddp.errors import ReductionError
 from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
+from unified_ddp.jax.packing import pack, unpack
 from unified_ddp.plan import MIB, BucketPlan
 
-__all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "pack", "reduce_buckets", "require_local", "unpack"]
+__all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "reduce_buckets", "require_local"]
 
 Strategy = Literal["flat", "tuple"]
 
@@ -88,17 +88,3 @@ def _mean(local: list[jax.Array], axes: tuple[str, ...], size: int, strategy: St
     means = dict(zip(small, unpack(flat, [local[i] for i in small]), strict=True))
     means.update(zip(large, rest, strict=True))
     return [means[i] for i in range(len(local))]
-
-
-def pack(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns the arrays, of one dtype, as one flat array."""
-    return jnp.concatenate([jnp.ravel(array) for array in arrays])
-
-
-def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the pieces of a flat array in the shapes of `like`."""
-    pieces, start = [], 0
-    for array in like:
-        pieces.append(lax.slice(flat, (start,), (start + array.size,)).reshape(array.shape))
-        start += array.size
-    return pieces
