@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from unified_ddp.errors import PlanError
+from unified_ddp.hooks.protocol import SharedHook
 from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
 from unified_ddp.jax.schema import plan_of, positions_in, schema_of
+from unified_ddp.jax.shared_hooks import initial_states, local_states, stacked_like
 from unified_ddp.plan import BucketPlan, bucket_caps
 
 __all__ = ["DistributedDataParallel"]
@@ -32,12 +35,13 @@ class DistributedDataParallel:
         bucket_cap_mb: bucket size in MiB; None means 25 after a first bucket of 1.
         bucket_cap_mb_list: one size in MiB a bucket, the last repeats; goes before `bucket_cap_mb`.
         plan: a plan to take over by name instead, such as that of a torch module with the same names.
-        comm_hook: reduces a bucket in place of the mean by all-reduce, see `CommHook`.
+        comm_hook: reduces a bucket in place of the mean by all-reduce: one of `unified_ddp.hooks`, or a `CommHook`.
         strategy: "flat" packs the small gradients of a bucket into one array, "tuple" gives them to one `psum` as they
             are. None chooses "flat" when there are several processes, "tuple" within one.
 
     Raises:
         PlanError: no leaf can have a gradient, two have one name, or `plan` differs in names, shapes or dtypes.
+        ReductionError: the comm hook cannot reduce some bucket, such as one of complex numbers.
         TypeError, ValueError: another argument is wrong.
     """
 
@@ -49,7 +53,7 @@ class DistributedDataParallel:
         bucket_cap_mb: float | None = None,
         bucket_cap_mb_list: Sequence[float] | None = None,
         plan: BucketPlan | None = None,
-        comm_hook: CommHook | None = None,
+        comm_hook: CommHook | SharedHook | None = None,
         strategy: Strategy | None = None,
     ) -> None:
         check_strategy(strategy)
@@ -64,6 +68,7 @@ class DistributedDataParallel:
         positions_in(plan, schema)
         self._plan = plan
         self._hook = comm_hook
+        self._initial_states = initial_states(comm_hook, plan)
         self._strategy = strategy
 
     @property
@@ -81,6 +86,18 @@ class DistributedDataParallel:
         """How a bucket is reduced: "flat" or "tuple"."""
         return self._strategy or default_strategy()
 
+    def init_hook_state(self, replicas: int) -> Any:
+        """Returns the comm hook's state before the first step; call it outside mapped functions.
+
+        Args:
+            replicas: number of replicas.
+
+        Returns:
+            A pytree of numpy arrays with a leading axis of replicas, to be split over `axis_name` like a batch, in and
+            out (`P(axis_name)`): each replica has its own. Empty if the hook has no state.
+        """
+        return jax.tree.map(lambda leaf: np.stack([leaf] * replicas), self._initial_states)
+
     def value_and_grad(
         self,
         loss_fn: Callable[..., Any],
@@ -88,7 +105,8 @@ class DistributedDataParallel:
         has_aux: bool = False,
         sync: bool = True,
         holomorphic: bool = False,
-    ) -> Callable[..., tuple[Any, Any]]:
+        hook_state: Any = None,
+    ) -> Callable[..., tuple[Any, ...]]:
         """Returns a function that gives this replica's loss and the mean gradients of all replicas.
 
         The gradients are those of the mean over replicas of what `loss_fn` returns. The loss that comes back is not
@@ -100,18 +118,21 @@ class DistributedDataParallel:
             has_aux: as in `jax.value_and_grad`; the first result is then the pair (loss, aux).
             sync: False leaves the gradients local, to be summed over microbatches and reduced once by `all_reduce`.
             holomorphic: as in `jax.value_and_grad`; all params and the loss are complex then.
+            hook_state: this replica's part of what `init_hook_state` or the step before returned.
 
         Returns:
             A function of the arguments of `loss_fn`. Its gradients have the structure of the params, with None where a
-            leaf cannot have a gradient, and are replicated by type, or varying with `sync=False`.
+            leaf cannot have a gradient, and are replicated by type, or varying with `sync=False`. With `hook_state`, a
+            third result is the state for the next step.
 
         Raises:
             AxisError: (at trace time) the axis is not mapped.
             PlanError: (at trace time) the params differ from the plan in names, shapes or dtypes.
+            ReductionError: (at trace time) the comm hook has state, and `hook_state` is missing or does not fit.
         """
 
         @functools.wraps(loss_fn)
-        def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             require_axes(self._axes, "value_and_grad")
             params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
             leaves, treedef = jax.tree.flatten(params)
@@ -128,18 +149,21 @@ class DistributedDataParallel:
             trained = mark_varying([leaves[i] for i in order], self._axes)
             grad_fn = jax.value_and_grad(local_loss, has_aux=True, holomorphic=holomorphic)
             (_, (loss, aux)), grads = grad_fn(trained)
+            state = hook_state
             if sync:
-                grads = self._reduce(grads)
+                grads, state = self._reduce(grads, hook_state)
             tree = jax.tree.unflatten(treedef, _put([None] * len(leaves), order, grads))
-            return ((loss, aux) if has_aux else loss), tree
+            value = (loss, aux) if has_aux else loss
+            return (value, tree) if hook_state is None else (value, tree, state)
 
         return value_and_grad
 
-    def all_reduce(self, grads: Any) -> Any:
+    def all_reduce(self, grads: Any, hook_state: Any = None) -> Any:
         """Returns the mean of local gradients over all replicas, replicated by type.
 
         Args:
             grads: a pytree with the names, shapes and dtypes of the params; leaves that have no gradient may be None.
+            hook_state: as for `value_and_grad`; the result is then a pair of gradients and state.
 
         Raises:
             AxisError: the axis is not mapped.
@@ -152,7 +176,9 @@ class DistributedDataParallel:
         order = positions_in(self._plan, schema_of(grads))
         local = [jnp.asarray(leaves[i]) for i in order]
         require_local(self._plan, local, self._axes)
-        return jax.tree.unflatten(treedef, _put(leaves, order, self._reduce(local)))
+        means, state = self._reduce(local, hook_state)
+        tree = jax.tree.unflatten(treedef, _put(leaves, order, means))
+        return tree if hook_state is None else (tree, state)
 
     def mean(self, tree: Any) -> Any:
         """Returns the mean over all replicas of every number in a pytree, such as the loss; for metrics."""
@@ -205,8 +231,10 @@ class DistributedDataParallel:
         zeros = mark_varying([jnp.zeros_like(leaves[i]) for i in order], self._axes)
         return jax.tree.unflatten(treedef, _put([None] * len(leaves), order, zeros))
 
-    def _reduce(self, local: Sequence[jax.Array]) -> list[jax.Array]:
-        return reduce_buckets(self._plan, local, self._axes, self.strategy, self._hook)
+    def _reduce(self, local: Sequence[jax.Array], hook_state: Any) -> tuple[list[jax.Array], Any]:
+        states = local_states(self._initial_states, hook_state)
+        means, after = reduce_buckets(self._plan, local, self._axes, self.strategy, self._hook, states)
+        return means, (None if hook_state is None else stacked_like(after, hook_state))
 
 
 def _call(loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any]:

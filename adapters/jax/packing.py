@@ -29,7 +29,9 @@ def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _slices(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    return [lax.slice(flat, (end - size,), (end,)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return [
+        lax.slice(flat, (end - size,), (end,)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)
+    ]
 
 
 def _slices_at_offsets(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

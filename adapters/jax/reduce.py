@@ -11,9 +11,11 @@ import jax
 from jax import lax
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.hooks.protocol import SharedHook, State
 from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 from unified_ddp.jax.packing import pack, unpack
+from unified_ddp.jax.shared_hooks import layouts_of, run_shared_hook
 from unified_ddp.plan import MIB, BucketPlan
 
 __all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "reduce_buckets", "require_local"]
@@ -58,15 +60,30 @@ def reduce_buckets(
     grads: Sequence[jax.Array],
     axes: tuple[str, ...],
     strategy: Strategy,
-    hook: CommHook | None = None,
-) -> list[jax.Array]:
-    """Returns the mean over the axes of local gradients, both in the order of `plan.params`."""
+    hook: CommHook | SharedHook | None = None,
+    states: Sequence[State] = (),
+) -> tuple[list[jax.Array], list[State]]:
+    """Returns the mean over the axes of local gradients, both in the order of `plan.params`, and the hook's new states.
+
+    Args:
+        plan: the buckets.
+        grads: this replica's gradients.
+        axes: to reduce over.
+        strategy: of the mean without a hook.
+        hook: reduces in its place.
+        states: of a shared hook, one a bucket.
+    """
     size = axis_size(axes)
     reduced: list[Any] = [None] * len(grads)
+    after = list(states)
+    layouts = layouts_of(plan) if isinstance(hook, SharedHook) else ()
     for index, bucket in enumerate(plan.buckets):
         local = [grads[i] for i in bucket.params]
         if hook is None:
             means = _mean(local, axes, size, strategy)
+        elif isinstance(hook, SharedHook):
+            flat, after[index] = run_shared_hook(hook, states[index], layouts[index], pack(local), axes)
+            means = unpack(flat, local)
         else:
             specs = tuple(plan.params[i] for i in bucket.params)
             names = tuple(spec.name for spec in specs)
@@ -75,7 +92,7 @@ def reduce_buckets(
             means = unpack(run_hook(hook, view), local)
         for i, mean in zip(bucket.params, means, strict=True):
             reduced[i] = mean
-    return reduced
+    return reduced, after
 
 
 def _mean(local: list[jax.Array], axes: tuple[str, ...], size: int, strategy: Strategy) -> list[jax.Array]:

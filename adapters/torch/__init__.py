@@ -8,5 +8,6 @@ except ImportError as error:
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.install import Installation, install
+from unified_ddp.torch.shared_hooks import HookState, shared_hook
 
-__all__ = ["DistributedDataParallel", "GradBucket", "Installation", "install"]
+__all__ = ["DistributedDataParallel", "GradBucket", "HookState", "Installation", "install", "shared_hook"]
