@@ -16,7 +16,7 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
 
-def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def unpack(flat: jax.Array, like: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Returns the pieces of a flat array in the shapes of `like`."""
     sizes = [array.size for array in like]
     if len(set(sizes)) == len(sizes) or not 0 < flat.size <= jnp.iinfo(jnp.int32).max:
@@ -29,9 +29,7 @@ def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _slices(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    return [
-        lax.slice(flat, (end - size,), (end,)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)
-    ]
+    return [lax.slice(flat, (end - size,), (end,)) for size, end in zip(sizes, _ends(sizes), strict=True)]
 
 
 def _slices_at_offsets(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
@@ -43,7 +41,11 @@ def _slices_at_offsets(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]
     arithmetic, barriers and loops, but not out of a conditional. Nothing is greater than infinity, so the offsets are
     right whatever is in `flat`.
     """
-    offsets = [end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    offsets = [end - size for size, end in zip(sizes, _ends(sizes), strict=True)]
     never = flat[0].real > jnp.inf
     unknown = lax.cond(never, lambda: [jnp.int32(0)] * len(offsets), lambda: [jnp.int32(o) for o in offsets])
     return [lax.dynamic_slice(flat, (offset,), (size,)) for offset, size in zip(unknown, sizes, strict=True)]
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes))

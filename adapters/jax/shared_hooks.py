@@ -9,16 +9,7 @@ import numpy as np
 from jax import lax
 
 from unified_ddp.errors import ReductionError
-from unified_ddp.hooks.protocol import (
-    BucketLayout,
-    Gather,
-    HookBucket,
-    SharedHook,
-    State,
-    Steps,
-    Sum,
-    drive,
-)
+from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum, drive
 from unified_ddp.jax.axes import axis_size, checked_axes, mark_varying
 from unified_ddp.jax.packing import unpack
 from unified_ddp.plan import BucketPlan
@@ -64,15 +55,13 @@ def local_states(want: Sequence[State], given: Any) -> list[State]:
                 "comes back for the next step"
             )
         given = list(want)
-    leaves, treedef = jax.tree.flatten(given)
+    leaves = jax.tree.leaves(given)
     have = [jnp.shape(leaf) for leaf in leaves]
-    fits = treedef == jax.tree.structure(list(want)) and all(
-        h in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)
-    )
-    if not fits:
+    treedef = jax.tree.structure(list(want))
+    if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
         raise ReductionError(
-            f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed on "
-            "each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
+            f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
+            "on each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
         )
     return jax.tree.unflatten(treedef, [jnp.reshape(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)])
 
@@ -110,7 +99,6 @@ class JaxOps:
     log = staticmethod(jnp.log)
     cos = staticmethod(jnp.cos)
     round = staticmethod(jnp.round)
-    where = staticmethod(jnp.where)
     stack = staticmethod(jnp.stack)
 
     def __init__(self, axes: tuple[str, ...]) -> None:
@@ -131,6 +119,10 @@ class JaxOps:
     def split(self, flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         """Returns the pieces of a flat array."""
         return unpack(flat, [jax.ShapeDtypeStruct((size,), flat.dtype) for size in sizes])
+
+    def where(self, condition: jax.Array, a: Any, b: Any) -> jax.Array:
+        """Chooses elementwise."""
+        return jnp.where(condition, a, b)
 
     def matmul(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Multiplies in the arrays' own precision, also on GPUs, as torch does."""
@@ -170,5 +162,5 @@ class JaxOps:
         # The step counter is the same on all replicas, but its type says that it varies, and then so would the results.
         if checked_axes(self._axes):
             condition = lax.pmax(condition.astype(jnp.int32), self._axes) > 0
+        yield from ()  # a generator, as for other frameworks
         return lax.cond(condition, run(yes), run(no))
-        yield  # a generator, as for other frameworks

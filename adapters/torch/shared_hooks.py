@@ -88,7 +88,8 @@ def _layout(bucket: GradBucket) -> BucketLayout:
 
 def _shape_in_storage(param: torch.Tensor) -> tuple[int, ...]:
     """The dimensions in the order in which they lie in the bucket, which keeps the strides of parameters."""
-    order = sorted(range(param.dim()), key=lambda i: -param.stride(i))  # stable, so row-major stays as it is
+    strides = param.stride()
+    order = sorted(range(param.dim()), key=lambda i: -strides[i])  # stable, so row-major stays as it is
     return tuple(param.shape[i] for i in order)
 
 

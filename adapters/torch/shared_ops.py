@@ -1,6 +1,7 @@
 """The operations of `unified_ddp.hooks` on torch tensors."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ class TorchOps:
     log = staticmethod(torch.log)
     cos = staticmethod(torch.cos)
     round = staticmethod(torch.round)
-    where = staticmethod(torch.where)
     matmul = staticmethod(torch.matmul)
 
     def __init__(self, device: torch.device) -> None:
@@ -47,6 +47,10 @@ class TorchOps:
     def stack(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the tensors along a new first axis."""
         return torch.stack(list(arrays))
+
+    def where(self, condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        """Chooses elementwise."""
+        return torch.where(condition, a, b)
 
     def amax(self, array: torch.Tensor) -> torch.Tensor:
         """Returns the maximum along the last axis."""

@@ -160,12 +160,12 @@ def case_refused(rank: int, world_size: int) -> None:
     embedding.register_comm_hook(HookState(TopK()), shared_hook)
     with pytest.raises(ReductionError, match=r"bucket 0 \(weight\) is a sparse gradient"):
         embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="takes a hook of unified_ddp.hooks"):
+    with pytest.raises(TypeError, match="takes a hook of"):
         HookState(len)
     complex_model = torch.nn.Linear(2, 2, dtype=torch.complex64)
     ddp = DistributedDataParallel(complex_model)
     ddp.register_comm_hook(HookState(TopK()), shared_hook)
-    with pytest.raises(ReductionError, match="TopK .* holds complex64"):
+    with pytest.raises(ReductionError, match=r"TopK .* holds complex64"):
         ddp(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unified_ddp.hooks.protocol import Array, BucketLayout, HookBucket, Ops, SharedHook, State, Steps, work_dtype
+from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, SharedHook, State, Steps, work_dtype
 
 __all__ = ["LossyHook"]
 
@@ -15,9 +15,9 @@ __all__ = ["LossyHook"]
 class LossyHook(SharedHook):
     """Sends a part of each gradient, and adds what it did not send to the next one (error feedback).
 
-    On each rank and in each step, sent + error = gradient + error before, to one rounding; and the result is the mean over
-    ranks of what they sent. The sum of all results over time hence differs from the sum of all mean gradients by the
-    mean of the errors held, and by nothing else. An element that is not finite is not held: its error is zero.
+    On each rank and in each step, sent + error = gradient + error before, to one rounding; and the result is the mean
+    over ranks of what they sent. The sum of all results over time hence differs from the sum of all mean gradients by
+    the mean of the errors held, and by nothing else. An element that is not finite is not held: its error is zero.
 
     Args:
         error_feedback: whether what was not sent is kept (one number an element, in float32 at least).
@@ -78,9 +78,7 @@ class LossyHook(SharedHook):
             state = state | {"error": ops.where(finite, error, 0.0)}
         return ops.cast(mean, bucket.layout.dtype), state
 
-    def carry(
-        self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[tuple[BucketLayout, State]]
-    ) -> State:
+    def carry(self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[Held]) -> State:
         """Takes errors by parameter, and the number of steps."""
         carried = dict(state)
         if self.counts_steps and sources:

@@ -27,7 +27,8 @@ def gram_schmidt(ops: Ops, matrices: Array, dtype: str) -> Array:
 def unit_columns(ops: Ops, matrices: Array, otherwise: Array) -> Array:
     """Returns the matrices with columns of length 1; where a length is zero or not finite, the other's column."""
     lengths = _lengths(ops, matrices)
-    return ops.where((lengths > 0) & (lengths - lengths == 0), matrices / lengths, otherwise)
+    usable = (lengths > 0) & (lengths - lengths == 0)
+    return ops.where(usable, matrices / ops.where(usable, lengths, 1.0), otherwise)
 
 
 def _unit_or_zero(ops: Ops, columns: Array, least: float) -> Array:

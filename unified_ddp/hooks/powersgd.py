@@ -10,7 +10,7 @@ import numpy as np
 from unified_ddp.hooks.host import NumpyOps
 from unified_ddp.hooks.lossy import LossyHook
 from unified_ddp.hooks.orthogonal import gram_schmidt, unit_columns
-from unified_ddp.hooks.protocol import Array, BucketLayout, HookBucket, Ops, State, Steps, work_dtype
+from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, State, Steps, work_dtype
 from unified_ddp.hooks.random import normal
 
 __all__ = ["PowerSGD"]
@@ -41,7 +41,8 @@ class PowerSGD(LossyHook):
     Args:
         rank: of the approximation.
         warm_start: whether Q starts from that of the step before. If not, it is drawn anew in each step.
-        orthogonalisation: "gram_schmidt", twice against the columns before, with dependent columns set to zero; or "qr".
+        orthogonalisation: "gram_schmidt", each column twice against those before it, with dependent columns set to
+            zero; or "qr".
         min_compression_rate: see above.
         seed: of the first Q, and of every one without warm start; drawn by `unified_ddp.hooks.random`, for each
             parameter by its name.
@@ -85,33 +86,25 @@ class PowerSGD(LossyHook):
         else:
             starts = [ops.cast(self._draw(ops, layout, g, state["step"]), dtype) for g in groups]
 
-        compressed = {i for g in groups for i in g.params}
-        rest = [i for i in range(len(pieces)) if i not in compressed]
-        first = [pieces[i] for i in rest] + [
-            ops.matmul(m, q).reshape((-1,)) for m, q in zip(matrices, starts, strict=True)
-        ]
-        first_means = yield from self._means(bucket, first, dtype)
-        ps = [
-            self._orthogonal(ops, p.reshape((len(g.params), g.rows, g.rank)), dtype)
-            for g, p in zip(groups, first_means[len(rest) :], strict=True)
-        ]
+        taken = {i for g in groups for i in g.params}
+        rest = [i for i in range(len(pieces)) if i not in taken]
+        products = [ops.matmul(m, q) for m, q in zip(matrices, starts, strict=True)]
+        means = yield from self._means(bucket, [*(pieces[i] for i in rest), *products], dtype)
+        ps = [self._orthogonal(ops, p, dtype) for p in means[len(rest) :]]
         qs = [ops.matmul(m.swapaxes(1, 2), p) for m, p in zip(matrices, ps, strict=True)]
-        means = yield from self._means(bucket, [q.reshape((-1,)) for q in qs], dtype)
-        mean_qs = [mean.reshape(tuple(q.shape)) for mean, q in zip(means, qs, strict=True)]
+        mean_qs = yield from self._means(bucket, qs, dtype)
 
-        whole = dict(zip(rest, first_means, strict=False))
+        mean = dict(zip(rest, means[: len(rest)], strict=True))
         sent = {i: bucket.as_averaged(pieces[i], dtype) for i in rest}
         for g, p, q, mean_q in zip(groups, ps, qs, mean_qs, strict=True):
-            whole |= self._products(ops, g, p, mean_q)
+            mean |= self._products(ops, g, p, mean_q)
             sent |= self._products(ops, g, p, bucket.as_averaged(q, dtype))
         if self.warm_start:
             state = state | {"q": [unit_columns(ops, q, old) for q, old in zip(mean_qs, starts, strict=True)]}
         order = range(len(pieces))
-        return ops.concat([whole[i] for i in order]), ops.concat([sent[i] for i in order]), state
+        return ops.concat([mean[i] for i in order]), ops.concat([sent[i] for i in order]), state
 
-    def carry(
-        self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[tuple[BucketLayout, State]]
-    ) -> State:
+    def carry(self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[Held]) -> State:
         """Takes errors, steps, and each parameter's Q."""
         carried = super().carry(ops, layout, state, sources)
         if not self.warm_start:
@@ -154,15 +147,17 @@ class PowerSGD(LossyHook):
         return ops.qr(matrices) if self.orthogonalisation == "qr" else gram_schmidt(ops, matrices, dtype)
 
     @staticmethod
-    def _means(bucket: HookBucket, flat: list[Array], dtype: str) -> Steps:
-        if not flat:
+    def _means(bucket: HookBucket, arrays: list[Array], dtype: str) -> Steps:
+        """Asks for the means of several arrays, as one array."""
+        if not arrays:
             return []
+        flat = [array.reshape((-1,)) for array in arrays]
         mean = yield from bucket.mean(bucket.ops.concat(flat), dtype)
-        return bucket.ops.split(mean, [array.shape[0] for array in flat])
+        pieces = bucket.ops.split(mean, [array.shape[0] for array in flat])
+        return [piece.reshape(tuple(array.shape)) for piece, array in zip(pieces, arrays, strict=True)]
 
     @staticmethod
     def _products(ops: Ops, group: _Group, p: Array, q: Array) -> dict[int, Array]:
         product = ops.matmul(p, q.swapaxes(1, 2)).reshape((-1,))
-        return dict(
-            zip(group.params, ops.split(product, [group.rows * group.columns] * len(group.params)), strict=True)
-        )
+        pieces = ops.split(product, [group.rows * group.columns] * len(group.params))
+        return dict(zip(group.params, pieces, strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 
 from unified_ddp.errors import ReductionError
 
-__all__ = ["BucketLayout", "Gather", "HookBucket", "Ops", "SharedHook", "State", "Steps", "Sum", "drive"]
+__all__ = ["BucketLayout", "Gather", "Held", "HookBucket", "Ops", "SharedHook", "State", "Steps", "Sum", "drive"]
 
 Array = Any
 State = dict[str, Any]
@@ -148,6 +148,10 @@ class HookBucket:
         return self.wire if narrower and self.wire is not None else dtype
 
 
+Held = tuple[BucketLayout, State]
+"""A bucket, and what a hook remembers of it."""
+
+
 class SharedHook(abc.ABC):
     """Reduces one bucket in place of the mean by all-reduce; pure: what it has to remember comes and goes as state."""
 
@@ -163,9 +167,7 @@ class SharedHook(abc.ABC):
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
         """Yields collectives; returns the reduced bucket (as `bucket.buffer`) and the state for the next step."""
 
-    def carry(
-        self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[tuple[BucketLayout, State]]
-    ) -> State:
+    def carry(self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[Held]) -> State:
         """Returns the state of a new bucket after buckets were planned anew.
 
         Args:

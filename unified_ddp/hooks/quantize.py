@@ -12,8 +12,8 @@ __all__ = ["Quantize8"]
 class Quantize8(LossyHook):
     """Each rank sends its gradients as signed bytes, in steps of 1/127 of the largest magnitude of their block.
 
-    All ranks receive (1 + 4 / block) bytes an element from each rank, so it sends less than a float32 all-reduce on up to
-    about 8 ranks. A block with an element that is not finite is NaN for everyone.
+    All ranks receive (1 + 4 / block) bytes an element from each rank, which is less than a float32 all-reduce sends on
+    up to about 8 ranks. A block with an element that is not finite is NaN for everyone.
 
     Both adapters give the same bytes from the same gradients, and max|difference| <= 1e-6 max|mean| in float32. From
     gradients that differ by rounding, single elements may differ by one step, which error feedback makes up for.

@@ -32,7 +32,9 @@ def normal(ops: Ops, seed: int, names: Sequence[str], step: Array, count: int) -
     place = ops.from_numpy(np.arange(count, dtype=np.uint32)[None] + np.zeros((len(names), 1), np.uint32))
     words = _threefry(ops, keys, place, place * 0 + ops.cast(step, "uint32"))
     # 24 bits, what a float32 holds; from the middles of intervals, as the logarithm of 0 is none
-    first, second = (ops.cast(word >> ops.from_numpy(np.uint32(8)), "float32") * 2.0**-24 + 2.0**-25 for word in words)
+    first, second = (
+        ops.cast(word >> ops.from_numpy(np.array(8, np.uint32)), "float32") * 2.0**-24 + 2.0**-25 for word in words
+    )
     return ops.sqrt(ops.log(first) * -2.0) * ops.cos(second * (2 * math.pi))
 
 

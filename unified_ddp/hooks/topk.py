@@ -14,8 +14,8 @@ class TopK(LossyHook):
     """Each rank sends the `ratio` of its bucket's elements that are largest in magnitude (Stich et al., 2018,
     arXiv:1809.07599). With one number sent for each index, all ranks receive 2 ratio ranks times the bucket.
 
-    Both adapters give the same bits from the same gradients: contributions are added in the order of ranks, and of equal
-    magnitudes the first is sent.
+    Both adapters give the same bits from the same gradients: contributions are added in the order of ranks, and of
+    equal magnitudes the first is sent.
 
     Args:
         ratio: of the elements sent, above 0 and at most 1; at least one element is.
