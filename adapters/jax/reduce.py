@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from unified_ddp.errors import ReductionError
@@ -96,12 +97,22 @@ def reduce_buckets(
 
 
 def _mean(local: list[jax.Array], axes: tuple[str, ...], size: int, strategy: Strategy) -> list[jax.Array]:
-    # Divided before the sum, as torch does: half-precision sums then overflow no earlier, and the bits agree.
     small = [i for i, grad in enumerate(local) if grad.nbytes < LARGE_LEAF_BYTES] if strategy == "flat" else []
-    if len(small) < 2:
-        return list(lax.psum([grad / size for grad in local], axes))
     large = [i for i in range(len(local)) if i not in set(small)]
-    flat, *rest = lax.psum([pack([local[i] for i in small]) / size, *(local[i] / size for i in large)], axes)
+    if len(small) < 2:
+        return _mean_of(local, axes, size)
+    flat, *rest = _mean_of([pack([local[i] for i in small]), *(local[i] for i in large)], axes, size)
     means = dict(zip(small, unpack(flat, [local[i] for i in small]), strict=True))
     means.update(zip(large, rest, strict=True))
     return [means[i] for i in range(len(local))]
+
+
+def _mean_of(arrays: Sequence[jax.Array], axes: tuple[str, ...], size: int) -> list[jax.Array]:
+    """Returns the means of arrays of one dtype: divided before they are summed, as in torch, or with the same bits.
+
+    Division by a power of two commutes with rounding, and XLA fuses one that comes after the sum with the update, which
+    saves a kernel an array; but it must come before the sum where the sum may overflow.
+    """
+    if size & (size - 1) or arrays[0].dtype == jnp.float16:
+        return list(lax.psum([array / size for array in arrays], axes))
+    return [total / size for total in lax.psum(list(arrays), axes)]

@@ -57,7 +57,7 @@ def local_states(want: Sequence[State], given: Any) -> list[State]:
         given = list(want)
     leaves = jax.tree.leaves(given)
     have = [jnp.shape(leaf) for leaf in leaves]
-    treedef = jax.tree.structure(list(want))
+    treedef: Any = jax.tree.structure(list(want))
     if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
         raise ReductionError(
             f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
