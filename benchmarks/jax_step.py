@@ -9,6 +9,7 @@ other load moves them less. `--check` makes a missed goal an error.
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -48,6 +49,7 @@ def main() -> None:
         if rank == 0:
             Path(args.worker[3]).write_text(json.dumps(results))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers end with us
     passed = [report(processes, model, times) for processes in args.processes for model, times in spawn(processes)]
     sys.exit(1 if args.check and not all(passed) else 0)
 
