@@ -18,7 +18,7 @@ from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
 from unified_ddp.jax.replica_step import BufferSync, DivideBy, OnNonfinite, ReplicaStep
 from unified_ddp.jax.schema import Schema, floating_dtype, frozen_names, plan_of, positions_in, schema_of, without
-from unified_ddp.jax.shared_hooks import initial_states, layouts_of, local_states, stacked_like
+from unified_ddp.jax.shared_hooks import describe, initial_states, layouts_of, local_states, stacked_like
 from unified_ddp.jax.train_step import TrainStep
 from unified_ddp.plan import BucketPlan, bucket_caps
 
@@ -109,10 +109,10 @@ class DistributedDataParallel:
             replicas: number of replicas.
 
         Returns:
-            A pytree of numpy arrays with a leading axis of replicas, to be split over `axis_name` like a batch, in and
-            out (`P(axis_name)`): each replica has its own. Empty if the hook has no state.
+            A pytree of read-only numpy arrays with a leading axis of replicas, to be split over `axis_name` like a
+            batch, in and out (`P(axis_name)`): each replica has its own. No arrays if the hook has no state.
         """
-        return jax.tree.map(lambda leaf: np.stack([leaf] * replicas), self._initial_states)
+        return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (replicas, *leaf.shape)), self._initial_states)
 
     def value_and_grad(
         self,
@@ -181,17 +181,20 @@ class DistributedDataParallel:
         has_aux: bool = False,
         sync: bool = True,
         holomorphic: bool = False,
+        hook_state: Any = None,
     ) -> Callable[..., Any]:
         """Returns a function that gives the mean gradients alone, or with `has_aux` the pair (gradients, aux).
 
-        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`.
+        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`, and with
+        `hook_state`, the state for the next step is one more.
         """
-        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic)
+        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic, hook_state)
 
         @functools.wraps(loss_fn)
         def grad(*args: Any, **kwargs: Any) -> Any:
-            value, grads = both(*args, **kwargs)
-            return (grads, value[1]) if has_aux else grads
+            value, grads, *state = both(*args, **kwargs)
+            results = (grads, value[1], *state) if has_aux else (grads, *state)
+            return results if len(results) > 1 else grads
 
         return grad
 
@@ -287,13 +290,12 @@ class DistributedDataParallel:
 
     def options(self) -> dict[str, Any]:
         """What must be equal in all processes, beside params."""
-        hook = getattr(self._hook, "__name__", type(self._hook).__name__) if self._hook else None
         return {
             "axis_name": self._axes,
             "plan": f"{self._plan.fingerprint:016x}",
             "strategy": self.strategy,
             "reduce_dtype": self._reduce_dtype,
-            "comm_hook": hook,
+            "comm_hook": describe(self._hook),
         }
 
     def all_reduce(self, grads: Any, hook_state: Any = None) -> Any:

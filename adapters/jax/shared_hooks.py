@@ -1,5 +1,6 @@
 """Hooks of `unified_ddp.hooks` in JAX: their operations, collectives and state."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,17 @@ from unified_ddp.jax.axes import axis_size, checked_axes, mark_varying
 from unified_ddp.jax.packing import unpack
 from unified_ddp.plan import BucketPlan
 
-__all__ = ["initial_states", "layouts_of", "local_states", "run_shared_hook", "stacked_like"]
+__all__ = ["describe", "initial_states", "layouts_of", "local_states", "run_shared_hook", "stacked_like"]
+
+
+def describe(hook: Any) -> str | None:
+    """Returns the name of a hook with its arguments, the same in all processes that have the same hook."""
+    if not isinstance(hook, SharedHook):
+        return getattr(hook, "__name__", type(hook).__name__) if hook else None
+    fields: Any = dataclasses.fields(hook) if dataclasses.is_dataclass(hook) else ()
+    values: dict[str, Any] = {field.name: getattr(hook, field.name) for field in fields}
+    told = (f"{n}={describe(v) if isinstance(v, SharedHook) else repr(v)}" for n, v in values.items())
+    return f"{type(hook).__name__}({', '.join(told)})"
 
 
 def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout, ...]:

@@ -23,6 +23,15 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiles several times faster: these tests compile much and compute little. What they start runs as users do."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(params=[2, 4], ids=lambda n: f"{n}replicas")
 def size(request: pytest.FixtureRequest) -> int:
     return request.param

@@ -9,14 +9,15 @@ import numpy as np
 import optax
 import pytest
 from jax_cases import loss_fn, make_params
-from step_cases import batches, plain_steps
+from step_cases import assert_same, batches, hook_wants, plain_steps
+from support.hook_cases import HOOKS, SHAPES
 from support.torchrun import torchrun
 
 pytestmark = pytest.mark.timeout(300)
 
 PROCESSES = 2
 WORKER = Path(__file__).with_name("step_worker.py")
-CASES = ("trains", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
+CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
 
 
 def run(folder: Path, devices: int, cases: tuple[str, ...]) -> dict[str, Any]:
@@ -55,6 +56,15 @@ def test_trains_as_one_process_would(each: dict[str, Any]) -> None:
     assert each["trains"][0] == each["trains"][1]
 
 
+@pytest.mark.parametrize("name", ["powersgd", "topk"])
+def test_comm_hooks_with_state(results: dict[str, Any], name: str) -> None:
+    want = hook_wants(HOOKS[name][0], results["replicas"], 3)
+    for result in results["hooks"]:
+        got = {leaf: np.array(values).reshape(SHAPES[leaf]) for leaf, values in result[name].items()}
+        assert_same(got, want, 1e-4)
+    assert results["hooks"][0] == results["hooks"][1]
+
+
 def test_a_process_that_does_not_come_is_named(each: dict[str, Any]) -> None:
     errors = each["stalls"][0]
     assert errors["init"].startswith("StallError: process 1 did not come to train_step's init within 2 s")
@@ -83,6 +93,7 @@ def test_a_process_without_data_and_keys_by_replica(results: dict[str, Any]) -> 
         ("shape", ["the shape of parameter 'scale' is [1] on process 0, [2] on process 1"]),
         ("options", ["different options: accumulate is '1' on process 0, '2' on process 1"]),
         ("buckets", ["different options: plan is "]),
+        ("comm_hook", ["ratio=0.1)' on process 0", "ratio=0.2)' on process 1"]),
         ("trainable", ["the trainable of parameter 'scale' is True on process 0, False on process 1"]),
         ("optimizer", ["different options: optimizer_state is ", "mu.dense1.kernel: [3, 5]", "'()' on process 1"]),
         ("buffers", ["buffer number 0 is absent on process 0, 'mean' on process 1"]),
