@@ -50,6 +50,7 @@ def test_large_leaf_is_not_copied_into_flat_storage() -> None:
     assert f"tensor<{count + 4}xf32>" not in text
 
 
+@pytest.mark.usefixtures("full_optimisation")
 def test_unpacked_gradients_of_one_size_share_a_kernel() -> None:
     """XLA on CPU compiles a kernel for every different constant: offsets must not be constants to it."""
     params = {f"p{i}": jnp.ones((3, 5)) for i in range(20)}
