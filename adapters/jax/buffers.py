@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from unified_ddp.jax.reduce import Strategy, pack, unpack
+from unified_ddp.jax.packing import pack, unpack
+from unified_ddp.jax.reduce import Strategy
 
 __all__ = ["broadcast"]
 

@@ -6,16 +6,19 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from unified_ddp.errors import PlanError
+from unified_ddp.hooks.protocol import SharedHook
 from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
 from unified_ddp.jax.replica_step import BufferSync, DivideBy, OnNonfinite, ReplicaStep
 from unified_ddp.jax.schema import Schema, floating_dtype, frozen_names, plan_of, positions_in, schema_of, without
+from unified_ddp.jax.shared_hooks import describe, initial_states, layouts_of, local_states, stacked_like
 from unified_ddp.jax.train_step import TrainStep
 from unified_ddp.plan import BucketPlan, bucket_caps
 
@@ -35,7 +38,7 @@ class DistributedDataParallel:
         bucket_cap_mb: bucket size in MiB; None means 25 after a first bucket of 1.
         bucket_cap_mb_list: one size in MiB a bucket, the last repeats; goes before `bucket_cap_mb`.
         plan: a plan to take over by name instead, such as that of a torch module with the same names.
-        comm_hook: reduces a bucket in place of the mean by all-reduce, see `CommHook`.
+        comm_hook: reduces a bucket in place of the mean by all-reduce: one of `unified_ddp.hooks`, or a `CommHook`.
         trainable: which parameters are trained: a pytree of bools that is a prefix of `params`, or a function of a
             name such as "conv1.kernel"; None trains all. The others are frozen: no gradient, and nothing is reduced.
         reduce_dtype: floating-point type to reduce gradients in, such as `jnp.bfloat16`; None keeps their own.
@@ -44,6 +47,7 @@ class DistributedDataParallel:
 
     Raises:
         PlanError: no leaf can have a gradient, two have one name, or `plan` differs in names, shapes or dtypes.
+        ReductionError: the comm hook cannot reduce some bucket, such as one of complex numbers.
         TypeError, ValueError: another argument is wrong.
     """
 
@@ -55,7 +59,7 @@ class DistributedDataParallel:
         bucket_cap_mb: float | None = None,
         bucket_cap_mb_list: Sequence[float] | None = None,
         plan: BucketPlan | None = None,
-        comm_hook: CommHook | None = None,
+        comm_hook: CommHook | SharedHook | None = None,
         trainable: Any | Callable[[str], bool] | None = None,
         reduce_dtype: Any = None,
         strategy: Strategy | None = None,
@@ -79,6 +83,8 @@ class DistributedDataParallel:
         self._plan = plan
         self._names = tuple(spec.name for spec in schema.specs)
         self._hook = comm_hook
+        self._layouts = layouts_of(plan, self._reduce_dtype)
+        self._initial_states = initial_states(comm_hook, self._layouts)
         self._strategy = strategy
 
     @property
@@ -96,6 +102,18 @@ class DistributedDataParallel:
         """How a bucket is reduced: "flat" or "tuple"."""
         return self._strategy or default_strategy()
 
+    def init_hook_state(self, replicas: int) -> Any:
+        """Returns the comm hook's state before the first step; call it outside mapped functions.
+
+        Args:
+            replicas: number of replicas.
+
+        Returns:
+            A pytree of read-only numpy arrays with a leading axis of replicas, to be split over `axis_name` like a
+            batch, in and out (`P(axis_name)`): each replica has its own. No arrays if the hook has no state.
+        """
+        return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (replicas, *leaf.shape)), self._initial_states)
+
     def value_and_grad(
         self,
         loss_fn: Callable[..., Any],
@@ -103,7 +121,8 @@ class DistributedDataParallel:
         has_aux: bool = False,
         sync: bool = True,
         holomorphic: bool = False,
-    ) -> Callable[..., tuple[Any, Any]]:
+        hook_state: Any = None,
+    ) -> Callable[..., tuple[Any, ...]]:
         """Returns a function that gives this replica's loss and the mean gradients of all replicas.
 
         The gradients are those of the mean over replicas of what `loss_fn` returns. The loss that comes back is not
@@ -115,18 +134,21 @@ class DistributedDataParallel:
             has_aux: as in `jax.value_and_grad`; the first result is then the pair (loss, aux).
             sync: False leaves the gradients local, to be summed over microbatches and reduced once by `all_reduce`.
             holomorphic: as in `jax.value_and_grad`; all params and the loss are complex then.
+            hook_state: this replica's part of what `init_hook_state` or the step before returned.
 
         Returns:
             A function of the arguments of `loss_fn`. Its gradients have the structure of the params, with None where a
-            leaf cannot have a gradient, and are replicated by type, or varying with `sync=False`.
+            leaf cannot have a gradient, and are replicated by type, or varying with `sync=False`. With `hook_state`, a
+            third result is the state for the next step.
 
         Raises:
             AxisError: (at trace time) the axis is not mapped.
             PlanError: (at trace time) the params differ from the plan in names, shapes or dtypes.
+            ReductionError: (at trace time) the comm hook has state, and `hook_state` is missing or does not fit.
         """
 
         @functools.wraps(loss_fn)
-        def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             require_axes(self._axes, "value_and_grad")
             params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
             leaves, treedef = jax.tree.flatten(params)
@@ -143,10 +165,12 @@ class DistributedDataParallel:
             trained = mark_varying([leaves[i] for i in order], self._axes)
             grad_fn = jax.value_and_grad(local_loss, has_aux=True, holomorphic=holomorphic)
             (_, (loss, aux)), grads = grad_fn(trained)
+            state = hook_state
             if sync:
-                grads = self._reduce(grads)
+                grads, state = self._reduce(grads, hook_state)
             tree = jax.tree.unflatten(treedef, _put([None] * len(leaves), order, grads))
-            return ((loss, aux) if has_aux else loss), tree
+            value = (loss, aux) if has_aux else loss
+            return (value, tree) if hook_state is None else (value, tree, state)
 
         return value_and_grad
 
@@ -157,17 +181,20 @@ class DistributedDataParallel:
         has_aux: bool = False,
         sync: bool = True,
         holomorphic: bool = False,
+        hook_state: Any = None,
     ) -> Callable[..., Any]:
         """Returns a function that gives the mean gradients alone, or with `has_aux` the pair (gradients, aux).
 
-        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`.
+        Arguments and errors are those of `value_and_grad`; results are ordered as those of `jax.grad`, and with
+        `hook_state`, the state for the next step is one more.
         """
-        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic)
+        both = self.value_and_grad(loss_fn, argnums, has_aux, sync, holomorphic, hook_state)
 
         @functools.wraps(loss_fn)
         def grad(*args: Any, **kwargs: Any) -> Any:
-            value, grads = both(*args, **kwargs)
-            return (grads, value[1]) if has_aux else grads
+            value, grads, *state = both(*args, **kwargs)
+            results = (grads, value[1], *state) if has_aux else (grads, *state)
+            return results if len(results) > 1 else grads
 
         return grad
 
@@ -263,20 +290,20 @@ class DistributedDataParallel:
 
     def options(self) -> dict[str, Any]:
         """What must be equal in all processes, beside params."""
-        hook = getattr(self._hook, "__name__", type(self._hook).__name__) if self._hook else None
         return {
             "axis_name": self._axes,
             "plan": f"{self._plan.fingerprint:016x}",
             "strategy": self.strategy,
             "reduce_dtype": self._reduce_dtype,
-            "comm_hook": hook,
+            "comm_hook": describe(self._hook),
         }
 
-    def all_reduce(self, grads: Any) -> Any:
+    def all_reduce(self, grads: Any, hook_state: Any = None) -> Any:
         """Returns the mean of local gradients over all replicas, replicated by type.
 
         Args:
             grads: a pytree with the names, shapes and dtypes of the params; leaves that have no gradient may be None.
+            hook_state: as for `value_and_grad`; the result is then a pair of gradients and state.
 
         Raises:
             AxisError: the axis is not mapped.
@@ -289,7 +316,9 @@ class DistributedDataParallel:
         order = positions_in(self._plan, self._schema(grads))
         local = [jnp.asarray(leaves[i]) for i in order]
         require_local(self._plan, local, self._axes)
-        return jax.tree.unflatten(treedef, _put(leaves, order, self._reduce(local)))
+        means, state = self._reduce(local, hook_state)
+        tree = jax.tree.unflatten(treedef, _put(leaves, order, means))
+        return tree if hook_state is None else (tree, state)
 
     def mean(self, tree: Any) -> Any:
         """Returns the mean over all replicas of every number in a pytree, such as the loss; for metrics."""
@@ -346,10 +375,12 @@ class DistributedDataParallel:
         schema = schema_of(tree)
         return without(schema, self._frozen) if self._frozen else schema
 
-    def _reduce(self, local: Sequence[jax.Array]) -> list[jax.Array]:
+    def _reduce(self, local: Sequence[jax.Array], hook_state: Any) -> tuple[list[jax.Array], Any]:
+        states = local_states(self._initial_states, hook_state)
         sent = [_cast(grad, self._reduce_dtype) for grad in local]
-        reduced = reduce_buckets(self._plan, sent, self._axes, self.strategy, self._hook)
-        return [mean.astype(grad.dtype) for mean, grad in zip(reduced, local, strict=True)]
+        reduced, after = reduce_buckets(self._plan, sent, self._axes, self.strategy, self._hook, self._layouts, states)
+        means = [mean.astype(grad.dtype) for mean, grad in zip(reduced, local, strict=True)]
+        return means, (None if hook_state is None else stacked_like(after, hook_state))
 
 
 def _cast(grad: jax.Array, dtype: Any) -> jax.Array:

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from unified_ddp.errors import ReductionError
 from unified_ddp.jax.axes import axis_names, mark_varying, require_axes
 from unified_ddp.jax.ddp import DistributedDataParallel
+from unified_ddp.jax.shared_hooks import describe
 
 if TYPE_CHECKING:
     import optax
@@ -21,13 +25,14 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
 
     Args:
         axis_name: the mapped axis, or several.
-        options: bucket_cap_mb, bucket_cap_mb_list, comm_hook, trainable, reduce_dtype, strategy, as
+        options: bucket_cap_mb, bucket_cap_mb_list, comm_hook (without state), trainable, reduce_dtype, strategy, as
             `DistributedDataParallel` takes them. Frozen parameters' gradients are left as they are.
 
     Raises:
         ImportError: optax is not installed.
         AxisError: (at trace time) the axis is not mapped.
-        ReductionError: (at trace time) types say that gradients are summed over the axis already.
+        ReductionError: (at trace time) types say that gradients are summed over the axis already; or (in `init`) the
+            comm hook has state, which differs by replica, as the state of an optimizer does not.
     """
     try:
         import optax
@@ -35,10 +40,24 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
         raise ImportError("all_reduce_gradients needs optax; install it with: pip install optax") from error
     axes = axis_names(axis_name)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return DistributedDataParallel(updates, axis_name=axes, **options).all_reduce(updates), state
+    def wrapped(tree: Any) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(tree, axis_name=axes, **options)
+        if jax.tree.leaves(ddp.init_hook_state(1)):
+            raise ReductionError(
+                f"the comm hook {describe(options['comm_hook'])} has state of each replica's own, which the state of "
+                "an optimizer, the same on all replicas, cannot hold. Use DistributedDataParallel's train_step, which "
+                "carries it, or its value_and_grad(..., hook_state=...); or take a hook without state"
+            )
+        return ddp
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    def init(params: Any) -> Any:
+        wrapped(params)
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return wrapped(updates).all_reduce(updates), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def varying(tree: Any, axis_name: str | Sequence[str] = "data") -> Any:

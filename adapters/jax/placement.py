@@ -1,6 +1,7 @@
 """Host values as arrays over a mesh: replicated, or split by rows over the data axes."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from unified_ddp.errors import AxisError, UnevenDataError
 from unified_ddp.jax.schema import leaf_name
 
-__all__ = ["auto_mesh", "pad_batch", "replicate", "row_specs", "split_rows"]
+__all__ = ["auto_mesh", "pad_batch", "per_replica", "replicate", "row_specs", "split_rows"]
 
 
 def auto_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -88,6 +89,27 @@ def replicate(tree: Any, mesh: Mesh, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def per_replica(make: Callable[[int], Any], mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """Returns global arrays of which each replica holds its own part; each process makes those of its devices.
+
+    Args:
+        make: returns, for a number of replicas, a pytree of numpy arrays with a leading axis of replicas, the same in
+            all processes.
+        mesh: all devices.
+        axes: the mesh axes to split over.
+
+    Returns:
+        The arrays in the structure of the pytree; None if there are none.
+    """
+    sharding = NamedSharding(mesh, P(axes))
+    tree = make(_replicas(mesh, axes))
+
+    def place(leaf: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
+
+    return jax.tree.map(place, tree) if jax.tree.leaves(tree) else None
+
+
 def pad_batch(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
     """Fills a batch up to a number of rows, for the last one of an epoch or a process that has fewer.
 
@@ -120,9 +142,13 @@ def pad_batch(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
 def _local_replicas(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """How many parts of the data are on this process's devices."""
     data_last = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in axes], range(-len(axes), 0))
-    by_replica = data_last.reshape(-1, math.prod(mesh.shape[name] for name in axes)).T
+    by_replica = data_last.reshape(-1, _replicas(mesh, axes)).T
     mine = jax.process_index()
     return sum(any(device.process_index == mine for device in column) for column in by_replica)
+
+
+def _replicas(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -37,9 +37,18 @@ class ReplicaStep:
     compare_batches: bool
 
     def __call__(
-        self, static: dict[str, Any], params: Any, buffers: Any, batch: Any, weights: Any, rng: Any, step: Any
-    ) -> tuple[Any, Any, Any, Any, dict[str, jax.Array]]:
-        """Returns mean loss, mean aux, mean gradients, buffers and checks; called inside the mapped axis.
+        self,
+        static: dict[str, Any],
+        params: Any,
+        buffers: Any,
+        hook_state: Any,
+        batch: Any,
+        weights: Any,
+        rng: Any,
+        step: Any,
+    ) -> tuple[Any, Any, Any, Any, Any, dict[str, jax.Array]]:
+        """Returns mean loss, mean aux, mean gradients, buffers, the comm hook's state and checks; called inside the
+        mapped axis.
 
         The checks are those of `checks`: "uneven" (scalar: batches differ by process), "finite" (scalar), "bad" (shape
         (1, parameters): which of this replica's gradients are not finite) and "bad_mean" (shape (parameters,)).
@@ -58,10 +67,13 @@ class ReplicaStep:
             loss, aux, grads, buffers = microbatch(buffers, batch, weights, 0)
         else:
             loss, aux, grads, buffers = self._scan(microbatch, params, buffers, batch, weights)
-        means = self.ddp.all_reduce(grads)
+        if hook_state is None:
+            means = self.ddp.all_reduce(grads)
+        else:
+            means, hook_state = self.ddp.all_reduce(grads, hook_state)
         loss, aux = self.ddp.mean((loss, aux))
         found = self._check(jax.tree.leaves(grads), jax.tree.leaves(means), (batch, weights))
-        return loss, aux, means, self._synced(buffers), found
+        return loss, aux, means, self._synced(buffers), hook_state, found
 
     def checks(self) -> dict[str, P]:
         """Which checks there are, with the axes over which they differ."""

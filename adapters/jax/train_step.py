@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from unified_ddp.construction import check_construction
 from unified_ddp.errors import NonFiniteError, UnevenDataError
-from unified_ddp.jax.placement import auto_mesh, replicate, row_specs, split_rows
+from unified_ddp.jax.placement import auto_mesh, per_replica, replicate, row_specs, split_rows
 from unified_ddp.jax.processes import ProcessGathering
 from unified_ddp.jax.replica_step import ReplicaStep
 from unified_ddp.jax.schema import leaf_name
@@ -32,13 +32,14 @@ _numbers = itertools.count()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a training step takes and gives, equal on all devices.
+    """What a training step takes and gives, equal on all devices, save for `hook_state`.
 
     Attributes:
         step: number of steps taken, skipped ones included; int32 scalar.
         params: the pytree of parameters.
         opt_state: the optimizer's, for the trained parameters.
         buffers: module state such as batch statistics; None if there is none.
+        hook_state: the comm hook's, with a leading axis of replicas, as each holds its own; None if there is none.
         skipped: number of steps that left everything as it was, as gradients were not finite; int32 scalar.
     """
 
@@ -46,6 +47,7 @@ class TrainState:
     params: Any
     opt_state: Any
     buffers: Any
+    hook_state: Any
     skipped: Any
 
 
@@ -86,11 +88,13 @@ class TrainStep:
         replicated = NamedSharding(self.mesh, P())
         only_data = set(self.mesh.axis_names) == set(ddp.axis_name)
         self._state_sharding = replicated if only_data else None
+        by_replica = NamedSharding(self.mesh, P(ddp.axis_name))
+        rest = self._state_sharding
         self._jitted = jax.jit(
             self._traced,
             static_argnums=4,
             donate_argnums=(0,) if donate else (),
-            out_shardings=(self._state_sharding, replicated, None),
+            out_shardings=(TrainState(rest, rest, rest, rest, by_replica, rest), replicated, None),
         )
 
     def init(self, params: Any, buffers: Any = None) -> TrainState:
@@ -118,7 +122,8 @@ class TrainStep:
         trained = self._ddp.trained(values["params"])
         opt_state = jax.jit(self._optimizer.init, out_shardings=self._state_sharding)(trained)
         counts = replicate((jnp.int32(0), jnp.int32(0)), self.mesh, "counts")
-        return TrainState(counts[0], values["params"], opt_state, values["buffers"], counts[1])
+        hook_state = per_replica(self._ddp.init_hook_state, self.mesh, self._ddp.axis_name)
+        return TrainState(counts[0], values["params"], opt_state, values["buffers"], hook_state, counts[1])
 
     def __call__(
         self, state: TrainState, batch: Any, rng: Any = None, weights: Any = None, **static: Any
@@ -188,17 +193,19 @@ class TrainStep:
         mapped = jax.shard_map(
             functools.partial(replica_step, dict(static)),
             mesh=self.mesh,
-            in_specs=(P(), P(), row_specs(batch, axes), row_specs(weights, axes), P(), P()),
-            out_specs=(P(), P(), P(), P(), replica_step.checks()),
+            in_specs=(P(), P(), P(axes), row_specs(batch, axes), row_specs(weights, axes), P(), P()),
+            out_specs=(P(), P(), P(), P(), P(axes), replica_step.checks()),
             check_vma=False,  # loss functions that start a scan's carry from constants are refused otherwise
             **self._manual(),
         )
-        loss, aux, grads, buffers, found = mapped(state.params, state.buffers, batch, weights, rng, state.step)
-        old = (state.params, state.opt_state, state.buffers)
+        loss, aux, grads, buffers, hook_state, found = mapped(
+            state.params, state.buffers, state.hook_state, batch, weights, rng, state.step
+        )
+        old = (state.params, state.opt_state, state.buffers, state.hook_state)
         trained = self._ddp.trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, trained, value=loss)
         params = self._ddp.with_trained(state.params, optax.apply_updates(trained, updates))
-        new = (params, opt_state, buffers)
+        new = (params, opt_state, buffers, hook_state)
         skipped = state.skipped
         if found:
             taken = found.get("finite", True) & ~found.get("uneven", jnp.bool_(False))

@@ -8,6 +8,15 @@ except ImportError as error:
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.install import Installation, install
+from unified_ddp.torch.shared_hooks import HookState, shared_hook
 from unified_ddp.torch.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "GradBucket", "Installation", "SyncBatchNorm", "install"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "HookState",
+    "Installation",
+    "SyncBatchNorm",
+    "install",
+    "shared_hook",
+]

@@ -57,6 +57,7 @@ class TorchBackend:
         self.scaling: Scaling | None = None
         """Makes another sum than the mean of it."""
         self.storages: list[BucketStorage | SparseBucketStorage] = []
+        self._names: list[list[str]] = []
         self._place: list[tuple[int, int]] = []
         self.skip_unused = skip_unused
         self.mixed = mixed
@@ -74,6 +75,7 @@ class TorchBackend:
     def adopt(self, plan: BucketPlan) -> None:
         """Allocates storage for the plan's buckets, and lets the old one go."""
         self.storages = []
+        self._names = [[plan.params[i].name for i in spec.params] for spec in plan.buckets]
         self._place = [(0, 0)] * len(self.params)
         for index, spec in enumerate(plan.buckets):
             params = [self.params[i] for i in spec.params]
@@ -156,7 +158,7 @@ class TorchBackend:
         storage.pack_rest(self.scale)
         if self.scaling is not None:
             self.scaling.adjust(storage)
-        return self._reduce(GradBucket(bucket, bucket == len(self.storages) - 1, storage))
+        return self._reduce(self._grad_bucket(bucket))
 
     def launch_zeros(self, bucket: int) -> Reduction:
         """Takes part in the bucket's reduction with zeros, leaving the gradients alone."""
@@ -166,9 +168,13 @@ class TorchBackend:
 
     def zero_bucket(self, bucket: int) -> GradBucket:
         """Returns the bucket with zeros in the place of gradients."""
-        grad_bucket = GradBucket(bucket, bucket == len(self.storages) - 1, self.storages[bucket])
+        grad_bucket = self._grad_bucket(bucket)
         grad_bucket.set_buffer(torch.zeros_like(self.storages[bucket].flat))
         return grad_bucket
+
+    def _grad_bucket(self, bucket: int) -> GradBucket:
+        last = bucket == len(self.storages) - 1
+        return GradBucket(bucket, last, self.storages[bucket], self._names[bucket])
 
     def _reduce(self, bucket: GradBucket) -> Reduction:
         if self.launched == 0:

@@ -3,6 +3,8 @@
 torch's class cannot be constructed from Python; hooks written for it run on this one unchanged.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from unified_ddp.torch.sparse import SparseBucketStorage
@@ -18,10 +20,14 @@ class GradBucket:
         index: of the bucket, in launch order.
         last: whether it is the last bucket of this backward pass.
         storage: its gradients.
+        names: of its parameters.
     """
 
-    def __init__(self, index: int, last: bool, storage: BucketStorage | SparseBucketStorage) -> None:
+    def __init__(
+        self, index: int, last: bool, storage: BucketStorage | SparseBucketStorage, names: Sequence[str] = ()
+    ) -> None:
         self._index = index
+        self._names = tuple(names)
         self._last = last
         self._storage = storage
         self._buffer = storage.flat
@@ -47,6 +53,10 @@ class GradBucket:
     def parameters(self) -> list[torch.Tensor]:
         """Returns the parameters of the bucket."""
         return list(self._storage.params)
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the parameters; torch's class does not have them."""
+        return self._names
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces the buffer."""

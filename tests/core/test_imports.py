@@ -10,7 +10,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 FRAMEWORKS = {"torch": {"torch", "torchvision"}, "jax": {"jax", "jaxlib", "flax", "optax"}}
-CORE = [p for p in sorted((ROOT / "unified_ddp").glob("*.py")) if not p.name.startswith("cli")]
+CORE = [
+    path
+    for folder in ("", "hooks")
+    for path in sorted((ROOT / "unified_ddp" / folder).glob("*.py"))
+    if not path.name.startswith("cli")
+]
 ADAPTERS = [(name, path) for name in FRAMEWORKS for path in sorted((ROOT / "adapters" / name).rglob("*.py"))]
 
 
@@ -35,7 +40,8 @@ def top_level(names: set[str]) -> set[str]:
 
 
 def test_core_loads_no_framework() -> None:
-    modules = ["unified_ddp", *(f"unified_ddp.{p.stem}" for p in CORE if p.stem != "__init__")]
+    paths = [path.relative_to(ROOT).with_suffix("") for path in CORE]
+    modules = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     code = f"import sys, {', '.join(modules)}\nassert not {{'torch', 'jax', 'flax'}} & set(sys.modules)"
     done = run(code)
     assert done.returncode == 0, done.stderr

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -23,9 +24,26 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[2, 4], ids=lambda n: f"{n}replicas")
-def size(request: pytest.FixtureRequest) -> int:
-    return request.param
+@contextlib.contextmanager
+def _optimising_little(flag: bool) -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", flag)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiles faster, as these tests compile much and compute little; scripts that they start are fully optimised."""
+    with _optimising_little(True):
+        yield
+
+
+@pytest.fixture
+def full_optimisation() -> Iterator[None]:
+    """Compiles as for users."""
+    with _optimising_little(False):
+        yield
 
 
 @pytest.fixture(params=MAPPINGS)
@@ -33,13 +51,13 @@ def mapping(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def replicas(mapping: str, size: int) -> Replicas:
-    """Every way to map a function over replicas, on 2 and 4 of them."""
-    return Replicas(mapping, size)
+@pytest.fixture(params=[("checked", 2), ("checked", 4), ("unchecked", 4), ("pmap", 2), ("vmap", 4)], ids=str)
+def replicas(request: pytest.FixtureRequest) -> Replicas:
+    """Every way to map a function over replicas, on 2 or 4 of them."""
+    return Replicas(*request.param)
 
 
-@pytest.fixture
-def pair(mapping: str) -> Replicas:
-    """Every way to map a function over replicas, on 2 of them."""
-    return Replicas(mapping, 2)
+@pytest.fixture(params=["checked", "vmap"])
+def pair(request: pytest.FixtureRequest) -> Replicas:
+    """Two replicas, on two devices where types say what varies, and on one device where they do not."""
+    return Replicas(request.param, 2)

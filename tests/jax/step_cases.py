@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax_cases import make_batch, mesh, oracle
+from support.hook_cases import BUCKET_BYTES, SHAPES, HostRanks, gradients
 
+from unified_ddp.hooks import SharedHook
 from unified_ddp.jax import DistributedDataParallel, TrainStep
+from unified_ddp.jax.shared_hooks import layouts_of
+from unified_ddp.plan import MIB
 
 RATE = 0.1
 
@@ -22,9 +26,11 @@ def batches(count: int = 3, rows: int = 8) -> list[Any]:
 
 def make_step(params: Any, loss: Any, size: int, optimizer: Any = None, **options: Any) -> TrainStep:
     """A step over CPU devices; options are those of the wrapper and of its train_step."""
-    own = {name: options.pop(name) for name in ("trainable", "reduce_dtype", "strategy") if name in options}
+    names = ("trainable", "reduce_dtype", "strategy", "comm_hook", "bucket_cap_mb")
+    own = {name: options.pop(name) for name in names if name in options}
     ddp = DistributedDataParallel(params, **own)
-    return ddp.train_step(loss, optimizer or optax.sgd(RATE, momentum=0.9), mesh=mesh(size, "data"), **options)
+    options = {"mesh": mesh(size, "data")} | options
+    return ddp.train_step(loss, optimizer or optax.sgd(RATE, momentum=0.9), **options)
 
 
 def plain_steps(
@@ -44,6 +50,38 @@ def plain_steps(
         grads = jax.tree.map(lambda g, p: jnp.asarray(g, p.dtype), oracle(loss, params, batch, parts), params)
         params, opt_state = update(grads, opt_state, params)
     return params, losses
+
+
+def hook_params() -> dict[str, Any]:
+    """Zeros with the shapes of `support.hook_cases`."""
+    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def hook_batch(step: int, rows: int) -> dict[str, np.ndarray]:
+    """One row of gradients for each replica or microbatch."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *[gradients(step, row) for row in range(rows)])
+
+
+def linear_loss(params: Any, batch: Any) -> Any:
+    """Its gradients are the mean of the batch's rows."""
+    return sum(jnp.vdot(params[name], batch[name].mean(0)) for name in params)
+
+
+def hook_wants(
+    hook: SharedHook, size: int, steps: int, parts: int = 1, trainable: Any = None, reduce_dtype: Any = None
+) -> dict[str, np.ndarray]:
+    """What parameters of zero become by steps of SGD with rate 1 on `hook_batch`, reduced by the hook on the host."""
+    ddp = DistributedDataParallel(hook_params(), bucket_cap_mb=BUCKET_BYTES / MIB, trainable=trainable)
+    host, params = HostRanks(hook, size), {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        batch = hook_batch(step, size * parts)
+        means = {name: rows.reshape(size, parts, *rows.shape[1:]).mean(1) for name, rows in batch.items()}
+        local = [
+            {name: m[rank].astype(reduce_dtype or np.float32) for name, m in means.items()} for rank in range(size)
+        ]
+        for name, reduced in host.step(layouts_of(ddp.plan, reduce_dtype), local)[0].items():
+            params[name] = params[name] - reduced.astype(np.float64)
+    return params
 
 
 def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:

@@ -14,13 +14,16 @@ import numpy as np
 import optax
 
 from unified_ddp.errors import UnifiedDDPError
+from unified_ddp.hooks import TopK
 from unified_ddp.jax import DistributedDataParallel, initialize, pad_batch
+from unified_ddp.plan import MIB
 
 initialize(initialization_timeout=60)
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from jax_cases import loss_fn, make_params  # noqa: E402
-from step_cases import batches  # noqa: E402
+from step_cases import batches, hook_batch, hook_params, linear_loss  # noqa: E402
+from support.hook_cases import BUCKET_BYTES, HOOKS  # noqa: E402
 
 folder, rank, size = Path(sys.argv[1]), jax.process_index(), jax.process_count()
 
@@ -54,6 +57,18 @@ def trains() -> dict[str, Any]:
         if leaf.dtype == jnp.float32
     }
     return {"params": params, "losses": losses, "key": key, "n": int(state.params["n"])}
+
+
+def hooks() -> dict[str, Any]:
+    found = {}
+    for name in ("powersgd", "topk"):
+        ddp = DistributedDataParallel(hook_params(), comm_hook=HOOKS[name][0], bucket_cap_mb=BUCKET_BYTES / MIB)
+        step = ddp.train_step(linear_loss, optax.sgd(1.0))
+        state = step.init(hook_params())
+        for number in range(3):
+            state, _ = step(state, own_rows(hook_batch(number, jax.device_count())))
+        found[name] = {leaf: np.asarray(value).tolist() for leaf, value in state.params.items()}
+    return found
 
 
 def keys_and_weights() -> dict[str, Any]:
@@ -95,6 +110,9 @@ def mismatches() -> dict[str, str]:
                 .train_step(loss_fn, optax.sgd(0.1))
                 .init(params)
             )
+        ),
+        "comm_hook": _error(
+            lambda: ddp(params, comm_hook=TopK(ratio=0.1 + 0.1 * rank)).train_step(loss_fn, optax.sgd(0.1)).init(params)
         ),
         "optimizer": _error(
             lambda: ddp(params).train_step(loss_fn, optax.sgd(0.1) if rank else optax.adam(0.1)).init(params)

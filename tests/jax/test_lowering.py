@@ -9,6 +9,8 @@ from jax_cases import Replicas, loss_fn, make_batch, make_params
 
 from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.jax import schema as schema_module
+from unified_ddp.jax.packing import pack, unpack
+from unified_ddp.jax.reduce import LARGE_LEAF_BYTES
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +37,8 @@ def test_tuple_lowers_to_one_operand_a_leaf(mapping: str) -> None:
 
 
 def test_large_leaf_is_not_copied_into_flat_storage() -> None:
-    params = {"large": jnp.ones(MIB // 4), "small": jnp.ones(2), "small2": jnp.ones(2)}
+    count = LARGE_LEAF_BYTES // 4
+    params = {"large": jnp.ones(count), "small": jnp.ones(2), "small2": jnp.ones(2)}
     ddp = DistributedDataParallel(params, bucket_cap_mb=25, strategy="flat")
 
     def loss(p: Any, x: Any) -> Any:
@@ -44,7 +47,40 @@ def test_large_leaf_is_not_copied_into_flat_storage() -> None:
     step = Replicas("checked", 2).shard_mapped(lambda p, b: ddp.value_and_grad(loss)(p, b)[1])
     text = step.lower(params, jnp.ones(2)).as_text()
     assert text.count("stablehlo.all_reduce") == 2
-    assert f"tensor<{MIB // 4 + 4}xf32>" not in text
+    assert f"tensor<{count + 4}xf32>" not in text
+
+
+@pytest.mark.usefixtures("full_optimisation")
+def test_unpacked_gradients_of_one_size_share_a_kernel() -> None:
+    """XLA on CPU compiles a kernel for every different constant: offsets must not be constants to it."""
+    params = {f"p{i}": jnp.ones((3, 5)) for i in range(20)}
+    ddp = DistributedDataParallel(params, strategy="flat")
+
+    def loss(p: Any, x: Any) -> Any:
+        return x.sum() * sum((leaf**2).sum() for leaf in jax.tree.leaves(p))
+
+    step = Replicas("checked", 2).shard_mapped(lambda p, b: ddp.value_and_grad(loss)(p, b)[1])
+    text = step.lower(params, jnp.ones(2)).compile().as_text()
+    kernels = [line for line in text.splitlines() if " dynamic-slice(" in line]
+    assert len(kernels) == 20
+    assert len({line.split("dynamic-slice(")[1].split(")")[1] for line in kernels}) == 1
+    assert text.count(" slice(") <= 1  # the element that decides the conditional
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (6,), ()], [(0,), (0, 2)], [(), (0,), ()], [(4,), (2,)]])
+def test_packing_and_unpacking(shapes: list[tuple[int, ...]]) -> None:
+    arrays = [jnp.full(shape, i, jnp.float32) for i, shape in enumerate(shapes)]
+    for taken in (unpack, jax.jit(unpack)):
+        for piece, array in zip(taken(pack(arrays), arrays), arrays, strict=True):
+            assert piece.shape == array.shape
+            assert jnp.array_equal(piece, array)
+
+
+def test_unpacking_what_is_not_finite() -> None:
+    for value in (jnp.inf, -jnp.inf, jnp.nan):
+        pieces = unpack(jnp.array([value, 1.0, 2.0, 3.0]), [jnp.zeros(2), jnp.zeros(2)])
+        assert pieces[0][1] == 1.0
+        assert pieces[1].tolist() == [2.0, 3.0]
 
 
 def test_default_strategy_within_one_process() -> None:

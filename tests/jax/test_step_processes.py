@@ -9,28 +9,29 @@ import numpy as np
 import optax
 import pytest
 from jax_cases import loss_fn, make_params
-from step_cases import batches, plain_steps
+from step_cases import assert_same, batches, hook_wants, plain_steps
+from support.hook_cases import HOOKS, SHAPES
 from support.torchrun import torchrun
 
 pytestmark = pytest.mark.timeout(300)
 
 PROCESSES = 2
 WORKER = Path(__file__).with_name("step_worker.py")
-CASES = ("trains", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
+CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
 
 
-def run(folder: Path, devices: int, cases: tuple[str, ...]) -> dict[str, Any]:
+def run(folder: Path, devices: int, cases: tuple[str, ...], **env: str) -> dict[str, Any]:
     """What each process wrote, by case."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    torchrun(WORKER, str(folder), *cases, env={"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
+    torchrun(WORKER, str(folder), *cases, env={"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | env)
     found = {c: [json.loads((folder / f"{c}.{r}.json").read_text()) for r in range(PROCESSES)] for c in cases}
     return found | {"replicas": PROCESSES * devices}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The processes run once for all tests."""
-    return run(tmp_path_factory.mktemp("two_devices"), 2, CASES)
+    """The processes run once for all tests; those of one device are compiled as users' are."""
+    return run(tmp_path_factory.mktemp("two_devices"), 2, CASES, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["2devices", "1device"])
@@ -53,6 +54,15 @@ def test_trains_as_one_process_would(each: dict[str, Any]) -> None:
         assert result["key"] == jax.random.key_data(jax.random.key(0)).tolist()
         assert result["n"] == 0
     assert each["trains"][0] == each["trains"][1]
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk"])
+def test_comm_hooks_with_state(results: dict[str, Any], name: str) -> None:
+    want = hook_wants(HOOKS[name][0], results["replicas"], 3)
+    for result in results["hooks"]:
+        got = {leaf: np.array(values).reshape(SHAPES[leaf]) for leaf, values in result[name].items()}
+        assert_same(got, want, 1e-4)
+    assert results["hooks"][0] == results["hooks"][1]
 
 
 def test_a_process_that_does_not_come_is_named(each: dict[str, Any]) -> None:
@@ -83,6 +93,7 @@ def test_a_process_without_data_and_keys_by_replica(results: dict[str, Any]) -> 
         ("shape", ["the shape of parameter 'scale' is [1] on process 0, [2] on process 1"]),
         ("options", ["different options: accumulate is '1' on process 0, '2' on process 1"]),
         ("buckets", ["different options: plan is "]),
+        ("comm_hook", ["ratio=0.1)' on process 0", "ratio=0.2)' on process 1"]),
         ("trainable", ["the trainable of parameter 'scale' is True on process 0, False on process 1"]),
         ("optimizer", ["different options: optimizer_state is ", "mu.dense1.kernel: [3, 5]", "'()' on process 1"]),
         ("buffers", ["buffer number 0 is absent on process 0, 'mean' on process 1"]),

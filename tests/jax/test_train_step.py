@@ -26,7 +26,7 @@ def run(step: Any, params: Any, data: list[Any], buffers: Any = None, **argument
     return state, values
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("flat", 1), ("tuple", 1), ("flat", 2)])
+@pytest.mark.parametrize(("size", "strategy", "accumulate"), [(2, "flat", 1), (4, "tuple", 1), (4, "flat", 2)])
 def test_steps_are_plain_steps(size: int, strategy: Any, accumulate: int) -> None:
     params, optimizer = make_params(), optax.adamw(0.01)
     step = make_step(params, loss_fn, size, optimizer, strategy=strategy, accumulate=accumulate)
@@ -39,8 +39,9 @@ def test_steps_are_plain_steps(size: int, strategy: Any, accumulate: int) -> Non
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("divide_by", ["weights", "active_replicas", "replicas"])
+@pytest.mark.parametrize(
+    ("divide_by", "accumulate"), [("weights", 1), ("weights", 2), ("active_replicas", 2), ("replicas", 1)]
+)
 def test_weights(divide_by: Any, accumulate: int) -> None:
     """Four replicas: one without any weight, the others with different ones."""
     params, batch = make_params(), batches(1, 16)[0]
@@ -94,8 +95,7 @@ def _with_norm(params: Any, batch: Any, buffers: Any) -> Any:
     return loss_fn(params, batch), {"mean": 0.5 * buffers["mean"] + 0.5 * mean, "count": buffers["count"] + 1}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("buffer_sync", ["broadcast", "mean"])
+@pytest.mark.parametrize(("buffer_sync", "accumulate"), [("broadcast", 2), ("mean", 1)])
 def test_buffers(buffer_sync: Any, accumulate: int) -> None:
     params, data = make_params(), batches(2)
     step = make_step(params, _with_norm, 2, buffer_sync=buffer_sync, accumulate=accumulate)
@@ -112,8 +112,7 @@ def test_buffers(buffer_sync: Any, accumulate: int) -> None:
     assert all(float(shard.data) == float(state.buffers["mean"]) for shard in state.buffers["mean"].addressable_shards)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(("key", "accumulate"), [(jax.random.key, 1), (jax.random.PRNGKey, 2)])
 def test_keys_differ_by_step_replica_and_microbatch(key: Any, accumulate: int) -> None:
     params = make_params()
     rng = key(7)

@@ -1,0 +1,179 @@
+"""Hooks of `unified_ddp.hooks` in JAX: their operations, collectives and state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from unified_ddp.errors import ReductionError
+from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum, drive
+from unified_ddp.jax.axes import axis_size, checked_axes, mark_varying
+from unified_ddp.jax.packing import unpack
+from unified_ddp.plan import BucketPlan
+
+__all__ = ["describe", "initial_states", "layouts_of", "local_states", "run_shared_hook", "stacked_like"]
+
+
+def describe(hook: Any) -> str | None:
+    """Returns the name of a hook with its arguments, the same in all processes that have the same hook."""
+    if not isinstance(hook, SharedHook):
+        return getattr(hook, "__name__", type(hook).__name__) if hook else None
+    fields: Any = dataclasses.fields(hook) if dataclasses.is_dataclass(hook) else ()
+    values: dict[str, Any] = {field.name: getattr(hook, field.name) for field in fields}
+    told = (f"{n}={describe(v) if isinstance(v, SharedHook) else repr(v)}" for n, v in values.items())
+    return f"{type(hook).__name__}({', '.join(told)})"
+
+
+def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout, ...]:
+    """Returns the buckets of a plan as hooks see them, with floating-point gradients cast to `reduce_dtype`."""
+    layouts = []
+    for index, bucket in enumerate(plan.buckets):
+        narrowed = reduce_dtype is not None and jnp.issubdtype(bucket.dtype, jnp.floating)
+        dtype = str(jnp.dtype(reduce_dtype)) if narrowed else bucket.dtype
+        specs = [plan.params[i] for i in bucket.params]
+        names, shapes = tuple(spec.name for spec in specs), tuple(tuple(spec.shape) for spec in specs)
+        layouts.append(BucketLayout(index, dtype, names, shapes))
+    return tuple(layouts)
+
+
+def initial_states(hook: Any, layouts: Sequence[BucketLayout]) -> list[State]:
+    """Returns a replica's state of each bucket before the first step, as numpy arrays; none has a hook of JAX alone.
+
+    Raises:
+        ReductionError: the hook cannot reduce some bucket.
+    """
+    return [hook.init(layout) if isinstance(hook, SharedHook) else {} for layout in layouts]
+
+
+def local_states(want: Sequence[State], given: Any) -> list[State]:
+    """Returns this replica's states, without the axis of replicas that shard_map leaves with size 1.
+
+    Args:
+        want: `initial_states`.
+        given: what the user passed as hook_state; None if nothing.
+
+    Raises:
+        ReductionError: there is none, though the hook has state, or it is another hook's or plan's.
+    """
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(want)]
+    if given is None:
+        if shapes:
+            raise ReductionError(
+                "the comm hook has state, which the step has to take and return: make it with "
+                "ddp.init_hook_state(replicas), pass hook_state=... to value_and_grad or all_reduce, and keep what "
+                "comes back for the next step"
+            )
+        given = list(want)
+    leaves = jax.tree.leaves(given)
+    have = [jnp.shape(leaf) for leaf in leaves]
+    treedef: Any = jax.tree.structure(list(want))
+    if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
+        raise ReductionError(
+            f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
+            "on each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
+        )
+    return jax.tree.unflatten(treedef, [jnp.reshape(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)])
+
+
+def stacked_like(states: Sequence[State], given: Any) -> Any:
+    """Returns the states with the shapes of those that the user passed."""
+    return jax.tree.map(lambda state, like: jnp.reshape(state, jnp.shape(like)), list(states), given)
+
+
+def run_shared_hook(
+    hook: SharedHook, state: State, layout: BucketLayout, buffer: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, State]:
+    """Returns the reduced bucket, and the new state typed as varying over the axes."""
+    bucket = HookBucket(layout, buffer, axis_size(axes), JaxOps(axes))
+    reduced, state = _run(hook(state, bucket), axes)
+    return reduced, mark_varying(state, axes)
+
+
+def _run(steps: Steps, axes: tuple[str, ...]) -> Any:
+    def perform(request: Sum | Gather) -> jax.Array:
+        array = mark_varying(request.array, axes)
+        if isinstance(request, Sum):
+            return lax.psum(array, axes)
+        # Where types are checked, the result is to be replicated by type, as a sum is.
+        return lax.all_gather(array, axes, to="invarying") if checked_axes(axes) else lax.all_gather(array, axes)
+
+    return drive(steps, perform)
+
+
+class JaxOps:
+    """Implements `unified_ddp.hooks.protocol.Ops` for traced arrays."""
+
+    from_numpy = staticmethod(jnp.asarray)
+    sqrt = staticmethod(jnp.sqrt)
+    log = staticmethod(jnp.log)
+    cos = staticmethod(jnp.cos)
+    round = staticmethod(jnp.round)
+    stack = staticmethod(jnp.stack)
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self._axes = axes
+
+    def cast(self, array: jax.Array, dtype: str) -> jax.Array:
+        """Returns the array in a dtype."""
+        return array.astype(dtype)
+
+    def zeros(self, count: int, dtype: str) -> jax.Array:
+        """Returns zeros."""
+        return jnp.zeros(count, dtype)
+
+    def concat(self, arrays: Sequence[jax.Array], axis: int = 0) -> jax.Array:
+        """Joins arrays along an axis."""
+        return jnp.concatenate(arrays, axis)
+
+    def split(self, flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+        """Returns the pieces of a flat array."""
+        return unpack(flat, [jax.ShapeDtypeStruct((size,), flat.dtype) for size in sizes])
+
+    def where(self, condition: jax.Array, a: Any, b: Any) -> jax.Array:
+        """Chooses elementwise."""
+        return jnp.where(condition, a, b)
+
+    def matmul(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Multiplies in the arrays' own precision, also on GPUs, as torch does."""
+        return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+    def amax(self, array: jax.Array) -> jax.Array:
+        """Returns the maximum along the last axis."""
+        return jnp.max(array, axis=-1, keepdims=True)
+
+    def qr(self, matrices: jax.Array) -> jax.Array:
+        """Returns the orthonormal factors."""
+        return jnp.linalg.qr(matrices).Q
+
+    def top_k(self, array: jax.Array, k: int) -> jax.Array:
+        """Returns the indices of the largest."""
+        return lax.top_k(array, k)[1]
+
+    def scatter_sum(self, count: int, indices: jax.Array, values: jax.Array) -> jax.Array:
+        """Adds values at indices, rank by rank: one scatter of all may add in any order on a GPU."""
+
+        def add(rank: Any, total: jax.Array) -> jax.Array:
+            return total.at[indices[rank]].add(values[rank], unique_indices=True)
+
+        zeros = jnp.zeros(count, values.dtype) + 0 * values[0, 0]  # typed as varying as the values
+        return add(0, zeros) if len(values) == 1 else lax.fori_loop(0, len(values), add, zeros)
+
+    def branch(self, condition: jax.Array, yes: Callable[[], Steps], no: Callable[[], Steps]) -> Steps:
+        """Runs one of two at run time."""
+
+        def run(steps: Callable[[], Steps]) -> Callable[[], Any]:
+            def traced() -> Any:
+                reduced, state = _run(steps(), self._axes)
+                return reduced, mark_varying(state, self._axes)
+
+            return traced
+
+        # The step counter is the same on all replicas, but its type says that it varies, and then so would the results.
+        if checked_axes(self._axes):
+            condition = lax.pmax(condition.astype(jnp.int32), self._axes) > 0
+        yield from ()  # a generator, as for other frameworks
+        return lax.cond(condition, run(yes), run(no))
