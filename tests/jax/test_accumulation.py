@@ -30,12 +30,12 @@ def _accumulating_step(ddp: DistributedDataParallel) -> Any:
     return step
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-def test_scan_over_microbatches_is_the_oracle(pair: Replicas, strategy: Any) -> None:
+@pytest.mark.parametrize(("mapping", "strategy"), [("checked", "flat"), ("vmap", "tuple")])
+def test_scan_over_microbatches_is_the_oracle(mapping: str, strategy: Any) -> None:
     params = make_params() | {"steps": jnp.int32(0)}
     batch = make_batch()
     ddp = DistributedDataParallel(params, strategy=strategy)
-    _, grads = pair(_accumulating_step(ddp), params, batch)
+    _, grads = Replicas(mapping, 2)(_accumulating_step(ddp), params, batch)
     assert grads.pop("steps") is None
     assert_all_close(grads, oracle(loss_fn, make_params(), batch, 2 * STEPS))
 

@@ -23,12 +23,12 @@ def _ddp(strategy: Any = None) -> DistributedDataParallel:
     return DistributedDataParallel({"w": jnp.ones(2)}, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-def test_every_dtype_from_the_last_replica(pair: Replicas, strategy: Any) -> None:
+@pytest.mark.parametrize(("mapping", "strategy"), [("checked", "flat"), ("vmap", "tuple")])
+def test_every_dtype_from_the_last_replica(mapping: str, strategy: Any) -> None:
     ddp, source = _ddp(strategy), 1
     values = np.random.default_rng(0).integers(0, 2, (2, 3, 2))
     buffers = {dtype: jnp.asarray(values).astype(dtype) for dtype in DTYPES}
-    got = pair(lambda _, b: ddp.broadcast_from(b, source), None, buffers)
+    got = Replicas(mapping, 2)(lambda _, b: ddp.broadcast_from(b, source), None, buffers)
     for dtype, result in got.items():
         assert result.dtype == buffers[dtype].dtype
         for value in result:

@@ -63,11 +63,11 @@ def test_frozen_parameters_have_no_gradient(pair: Replicas) -> None:
     assert_all_close(grads, want)
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-def test_reduce_dtype(pair: Replicas, strategy: Any) -> None:
+@pytest.mark.parametrize(("mapping", "strategy"), [("checked", "flat"), ("vmap", "tuple")])
+def test_reduce_dtype(mapping: str, strategy: Any) -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params, reduce_dtype=jnp.bfloat16, strategy=strategy)
-    grads = pair(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], params, batch)
+    grads = Replicas(mapping, 2)(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], params, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
     assert_all_close(grads, oracle(loss_fn, params, batch, 2), 2e-2)
     rounded = jax.tree.map(lambda g: g == jnp.asarray(g).astype(jnp.bfloat16).astype(jnp.float32), grads)
@@ -160,8 +160,8 @@ def test_float64(pair: Replicas) -> None:
         assert_all_close(grads, oracle(loss_fn, params, batch, 2))
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-def test_complex_parameters(pair: Replicas, strategy: Any) -> None:
+@pytest.mark.parametrize(("mapping", "strategy"), [("checked", "flat"), ("vmap", "tuple")])
+def test_complex_parameters(mapping: str, strategy: Any) -> None:
     params = {"a": jnp.array([1 + 2j, 3 - 1j]), "b": jnp.array([[0.5j]]), "real": jnp.array([2.0])}
     batch = jnp.arange(8.0) * (1 - 0.5j)
     ddp = DistributedDataParallel(params, strategy=strategy)
@@ -169,7 +169,7 @@ def test_complex_parameters(pair: Replicas, strategy: Any) -> None:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean(jnp.abs(p["a"][0] * x + p["a"][1] * x**2 + p["b"][0, 0]) ** 2) * p["real"][0]
 
-    grads = pair(lambda p, x: ddp.value_and_grad(loss)(p, x)[1], params, batch)
+    grads = Replicas(mapping, 2)(lambda p, x: ddp.value_and_grad(loss)(p, x)[1], params, batch)
     assert_all_close(grads, oracle(loss, params, batch, 2))
 
 
@@ -226,8 +226,8 @@ def test_all_reduce_of_gradients_taken_by_hand(replicas: Replicas) -> None:
     assert_all_close(replicas(step, params, batch), oracle(loss_fn, params, batch, replicas.size))
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-def test_large_leaves_beside_small_ones(pair: Replicas, strategy: Any) -> None:
+@pytest.mark.parametrize(("mapping", "strategy"), [("checked", "flat"), ("vmap", "tuple")])
+def test_large_leaves_beside_small_ones(mapping: str, strategy: Any) -> None:
     params = {"small": jnp.ones(3), "large": jnp.ones((512, 512)), "small2": jnp.ones((2, 2)), "zlarge": jnp.ones(MIB)}
     batch = jnp.arange(4.0)
     ddp = DistributedDataParallel(params, bucket_cap_mb=100, strategy=strategy)
@@ -236,12 +236,11 @@ def test_large_leaves_beside_small_ones(pair: Replicas, strategy: Any) -> None:
     def loss(p: Any, x: Any) -> Any:
         return x.sum() * sum((i + 1) * leaf.sum() for i, leaf in enumerate(jax.tree.leaves(p)))
 
-    grads = pair(lambda p, x: ddp.value_and_grad(loss)(p, x)[1], params, batch)
+    grads = Replicas(mapping, 2)(lambda p, x: ddp.value_and_grad(loss)(p, x)[1], params, batch)
     assert_all_close(grads, oracle(loss, params, batch, 2))
 
 
-@pytest.mark.parametrize("strategy", ["flat", "tuple"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("check_vma", "strategy"), [(True, "flat"), (False, "tuple")])
 def test_mesh_with_a_model_axis(check_vma: bool, strategy: Any) -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params, strategy=strategy)
