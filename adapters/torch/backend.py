@@ -32,7 +32,6 @@ class TorchBackend:
         as_views: gradient_as_bucket_view.
         skip_unused: leave out buckets that no rank used.
         mixed: casts for the reduction, if mixed precision is asked for.
-        names: of the parameters.
         progress: names the pass in errors.
     """
 
@@ -44,10 +43,8 @@ class TorchBackend:
         skip_unused: bool = False,
         mixed: MixedPrecision | None = None,
         *,
-        names: Sequence[str],
         progress: Progress,
     ) -> None:
-        self.names = list(names)
         self.progress = progress
         self.params = list(params)
         self.transport = transport
@@ -219,8 +216,7 @@ class TorchBackend:
     def failure(self, bucket: int, error: RuntimeError) -> Exception:
         """Returns the error that names the bucket, its parameters and the ranks that did not arrive."""
         what = "comm hook" if self.comm_hook is not None else "all-reduce"
-        names = [self.names[i] for i in self.storages[bucket].spec.params]
-        detail = f"the {what} of bucket {bucket} ({shortened(names)})"
+        detail = f"the {what} of bucket {bucket} ({shortened(self._names[bucket])})"
         return self.progress.failure(self.progress.pass_name, detail, error)
 
     def finished(self, need_counts: bool = False) -> list[int] | None:

@@ -310,17 +310,17 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._watch.changed():
+        grads = torch.is_grad_enabled()
+        sync = grads and self.require_backward_grad_sync
+        if sync and self._watch.changed():
             self._follow_module()
         if not self._lazy_init_ran:
             self._lazy_init()
-        grads = torch.is_grad_enabled()
-        sync = grads and self.require_backward_grad_sync
         with self.reducer.errors_logged():
             if grads:
-                self._progress.forward(self.require_backward_grad_sync)
+                self._progress.forward(sync)
                 if dist.get_debug_level() == dist.DebugLevel.DETAIL and not self._join_config.enable:
-                    self._progress.compare_no_sync(self.require_backward_grad_sync)
+                    self._progress.compare_no_sync(sync)
             if sync and not self._hooks_compared:
                 self._compare_hooks()
             if sync:
@@ -331,7 +331,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             if grads and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
-        if grads and self.require_backward_grad_sync:
+        if sync:
             self._count_step()
         if self._check_sync_bufs_pre_fwd():
             with self._progress.waiting(self._progress.forward_name, "the sync of buffers"):

@@ -93,7 +93,6 @@ class GradientReducer(ReducerMembers):
             options.as_views,
             options.skip_unused,
             mixed,
-            names=self.names,
             progress=progress,
         )
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)

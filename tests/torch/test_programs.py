@@ -1,49 +1,18 @@
 """Programs around the wrapper, against the oracle: kinds of outputs, several wrappers, functional calls, compile."""
 
-import collections
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from support.models import MLP, ConvNet
 from support.oracle import assert_equals_oracle, oracle
+from support.outputs import OUTPUTS
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from unified_ddp.torch import DistributedDataParallel
 
-
-@dataclasses.dataclass
-class Data:
-    value: torch.Tensor
-    note: str = "a note"
-
-
-class Named(NamedTuple):
-    value: torch.Tensor
-    other: torch.Tensor
-
-
-class Dict(dict):
-    pass
-
-
-class User:
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "dataclass": (Data, lambda out: out.value),
-    "namedtuple": (lambda t: Named(t, t * 2), lambda out: out.value + out.other),
-    "dict subclass": (lambda t: Dict(a=t), lambda out: out["a"]),
-    "OrderedDict": (lambda t: collections.OrderedDict(a=t, b=[t]), lambda out: out["a"] + out["b"][0]),
-    "user class": (User, lambda out: out.value),
-    "nested": (lambda t: ({"a": [t, None, 3, "text"]}, (t,)), lambda out: out[0]["a"][0] + out[1][0]),
-    "generator": (lambda t: (x for x in [t]), lambda out: next(out)),
-}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"gradient_as_bucket_view": True},

@@ -1,14 +1,13 @@
 """static_graph=True."""
 
-import collections
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from support.models import MLP, TwoHeads
 from support.oracle import assert_equals_oracle, check_step, oracle
+from support.outputs import OUTPUTS
 from torch import nn
 
 from faults.table import row
@@ -31,26 +30,7 @@ def first_under_no_sync(ddp_class: Any, rank: int, world_size: int) -> None:
         assert_equals_oracle(ddp.module, expected)
 
 
-@dataclasses.dataclass
-class Data:
-    value: torch.Tensor
-
-
-class Mapping(dict):
-    pass
-
-
-class User:
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "dataclass": (Data, lambda out: out.value),
-    "OrderedDict": (lambda t: collections.OrderedDict(a=t), lambda out: out["a"]),
-    "dict subclass": (lambda t: Mapping(a=t), lambda out: out["a"]),
-    "user class": (User, lambda out: out.value),
-}
+KINDS = ("dataclass", "OrderedDict", "dict subclass", "user class")
 
 
 class Returning(nn.Module):
@@ -62,7 +42,7 @@ class Returning(nn.Module):
         return self.make(self.body(x))
 
 
-@row("static_graph, kind of output", "reaches through it (pytorch#124666)", variants=[{"kind": k} for k in OUTPUTS])
+@row("static_graph, kind of output", "reaches through it (pytorch#124666)", variants=[{"kind": k} for k in KINDS])
 def outputs(ddp_class: Any, rank: int, world_size: int, kind: str) -> None:
     make, value = OUTPUTS[kind]
     ddp = ddp_class(Returning(make), static_graph=True)
