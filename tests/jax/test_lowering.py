@@ -10,7 +10,7 @@ from jax_cases import Replicas, loss_fn, make_batch, make_params
 from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.jax import schema as schema_module
 from unified_ddp.jax.packing import pack, unpack
-from unified_ddp.jax.reduce import LARGE_LEAF_BYTES
+from unified_ddp.jax.reduce import LARGE_LEAF_BYTES, PACKED_BYTES
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,6 +51,25 @@ def test_large_leaf_is_not_copied_into_flat_storage() -> None:
 
 
 @pytest.mark.usefixtures("full_optimisation")
+@pytest.mark.parametrize("hook", [None, lambda bucket: jax.lax.pmean(bucket.buffer, bucket.axis_name)])
+@pytest.mark.parametrize("cap", [25, 7])
+def test_what_is_packed_waits_for_what_was_reduced(cap: float, hook: Any) -> None:
+    """XLA on CPU would merge the all-reduces, and everything would be packed at once."""
+    count = PACKED_BYTES // 4 // 3  # so three of them are packed together
+    params = {f"p{i}": jnp.ones(count) for i in range(6)}
+    ddp = DistributedDataParallel(params, bucket_cap_mb=cap, strategy="flat", comm_hook=hook)
+
+    def loss(p: Any, x: Any) -> Any:
+        return x.sum() * sum((i * leaf).sum() for i, leaf in enumerate(jax.tree.leaves(p)))
+
+    step = Replicas("checked", 2).shard_mapped(lambda p, b: ddp.value_and_grad(loss)(p, b)[1])
+    compiled = step.lower(params, batch := jnp.arange(2.0)).compile()
+    for i, grad in enumerate(compiled(params, batch).values()):
+        assert jnp.array_equal(grad, jnp.full(count, 0.5 * i))
+    assert compiled.as_text().count(" all-reduce(") == (1 if hook and cap == 25 else 2)
+
+
+@pytest.mark.usefixtures("full_optimisation")
 def test_unpacked_gradients_of_one_size_share_a_kernel() -> None:
     """XLA on CPU compiles a kernel for every different constant: offsets must not be constants to it."""
     params = {f"p{i}": jnp.ones((3, 5)) for i in range(20)}
@@ -74,6 +93,14 @@ def test_packing_and_unpacking(shapes: list[tuple[int, ...]]) -> None:
         for piece, array in zip(taken(pack(arrays), arrays), arrays, strict=True):
             assert piece.shape == array.shape
             assert jnp.array_equal(piece, array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan, 1.0])
+def test_packing_after_what_is_not_finite(dtype: str, value: float) -> None:
+    arrays = [jnp.arange(3, dtype=dtype), jnp.zeros((0,), dtype), jnp.ones((1, 2), dtype)]
+    for packed in (pack, jax.jit(pack)):
+        assert packed(arrays, jnp.array([value, 5], dtype)).tolist() == [0, 1, 2, 1, 1]
 
 
 def test_unpacking_what_is_not_finite() -> None:
