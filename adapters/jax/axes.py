@@ -86,17 +86,24 @@ def _is_checked(name: str) -> bool:
 
 def _unmapped(name: str, what: str) -> str:
     scope = _axes_in_scope()
+    named = [axis for axis in scope or () if not axis.startswith(_UNNAMED)]
     if scope is None:
         have = f"the axis '{name}' is not in scope here"
+    elif named:
+        have = f"the mapped axes in scope here are {', '.join(map(repr, named))}"
     elif scope:
-        have = f"the mapped axes in scope here are {', '.join(map(repr, scope))}"
+        have = "no mapped axis in scope here has a name"
     else:
         have = "no mapped axis is in scope here"
-    other = f", or construct DistributedDataParallel with axis_name={scope[0]!r}" if scope else ""
+    other = f", or construct DistributedDataParallel with axis_name={named[0]!r}" if named else ""
     return (
         f"DistributedDataParallel.{what} needs the mapped axis '{name}', but {have}. Call it inside jax.shard_map over "
         f"a mesh with the axis '{name}', or inside jax.pmap or jax.vmap with axis_name='{name}'{other}."
     )
+
+
+_UNNAMED = "_internal_pmap"
+"""How JAX's own name for the axis of a pmap without axis_name begins."""
 
 
 def _axes_in_scope() -> tuple[str, ...] | None:
