@@ -1,6 +1,7 @@
 """Host values as arrays over a mesh: replicated, or split by rows over the data axes."""
 
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from unified_ddp.errors import AxisError, UnevenDataError
 from unified_ddp.jax.schema import leaf_name
 
-__all__ = ["auto_mesh", "pad_batch", "per_replica", "replicate", "row_specs", "split_rows"]
+__all__ = ["auto_mesh", "host_digests", "pad_batch", "per_replica", "replicate", "row_specs", "split_rows"]
 
 
 def auto_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -89,6 +90,16 @@ def replicate(tree: Any, mesh: Mesh, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def host_digests(tree: Any, mesh: Mesh) -> dict[str, int]:
+    """Returns checksums by name of the leaves that are not spread over the mesh: host values, or one device's."""
+    spread = {
+        leaf_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not (isinstance(leaf, jax.Array) and leaf.sharding.num_devices == mesh.size)
+    }
+    return {name: zlib.crc32(_host_values(leaf).tobytes()) for name, leaf in spread.items()}
+
+
 def per_replica(make: Callable[[int], Any], mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """Returns global arrays of which each replica holds its own part; each process makes those of its devices.
 
@@ -154,12 +165,20 @@ def _replicas(mesh: Mesh, axes: tuple[str, ...]) -> int:
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+    if _is_key(leaf):
         data = _place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     array = array.astype(jnp.result_type(leaf), copy=False)  # float64 is float32 to JAX unless x64 is on
     return jax.make_array_from_process_local_data(sharding, array, array.shape if sharding.spec == P() else None)
+
+
+def _host_values(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
 def _require_array(what: str, path: Any, leaf: Any) -> None:

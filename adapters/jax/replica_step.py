@@ -11,11 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.jax.axes import axis_size
+from unified_ddp.jax.buffers import broadcast
+from unified_ddp.jax.schema import leaf_name
 
 if TYPE_CHECKING:
     from unified_ddp.jax.ddp import DistributedDataParallel
 
-__all__ = ["BufferSync", "DivideBy", "OnNonfinite", "ReplicaStep"]
+__all__ = ["BufferSync", "DivideBy", "OnNonfinite", "ReplicaStep", "static_text"]
 
 DivideBy = Literal["weights", "active_replicas", "replicas"]
 BufferSync = Literal["broadcast", "mean"]
@@ -46,22 +48,31 @@ class ReplicaStep:
         weights: Any,
         rng: Any,
         step: Any,
+        digest: Any,
     ) -> tuple[Any, Any, Any, Any, Any, dict[str, jax.Array]]:
         """Returns mean loss, mean aux, mean gradients, buffers, the comm hook's state and checks; called inside the
         mapped axis.
 
-        The checks are those of `checks`: "uneven" (scalar: batches differ by process), "finite" (scalar), "bad" (shape
-        (1, parameters): which of this replica's gradients are not finite) and "bad_mean" (shape (parameters,)).
+        The checks are those of `checks`: "uneven" (scalar: arguments differ by process), "apart" (scalar: states do),
+        "step" (scalar: of this process's state), "finite" (scalar), "bad" (shape (1, parameters): which of this
+        replica's gradients are not finite) and "bad_mean" (shape (parameters,)).
         """
         axes = self.ddp.axis_name
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, step), lax.axis_index(axes))
-        scale = 1 / self.accumulate if weights is None else self._scale_of_weights(weights)
+        told = [jnp.int32(_fingerprint(batch, weights, rng, static)), step, digest] if self.compare_batches else []
+        every_told, every_weight = self._by_replica(told, weights)
+        scale = 1 / self.accumulate if weights is None else self._scale_of_weights(every_weight)
+        differ = jnp.any(every_told != every_told[:1], axis=0)
+        if self.compare_batches:  # all processes are to learn of it before they meet in other collectives than this
+            scale = jnp.where(jnp.any(differ), 0, scale)
         local = self.ddp.value_and_grad(self._objective, has_aux=True, sync=False)
 
         def microbatch(buffers: Any, batch: Any, weights: Any, number: Any) -> tuple[Any, Any, Any, Any]:
             own = key if key is None or self.accumulate == 1 else jax.random.fold_in(key, number)
-            (loss, (aux, buffers)), grads = local(params, buffers, batch, weights, own, scale, static)
-            return loss, aux, grads, buffers
+            (loss, (aux, after)), grads = local(params, buffers, batch, weights, own, scale, static)
+            if weights is not None:  # of padding alone, nothing is to be kept
+                after = jax.tree.map(lambda new, old: jnp.where(jnp.sum(weights) > 0, new, old), after, buffers)
+            return loss, aux, grads, after
 
         if self.accumulate == 1:
             loss, aux, grads, buffers = microbatch(buffers, batch, weights, 0)
@@ -72,12 +83,14 @@ class ReplicaStep:
         else:
             means, hook_state = self.ddp.all_reduce(grads, hook_state)
         loss, aux = self.ddp.mean((loss, aux))
-        found = self._check(jax.tree.leaves(grads), jax.tree.leaves(means), (batch, weights))
-        return loss, aux, means, self._synced(buffers), hook_state, found
+        found = self._check(jax.tree.leaves(grads), jax.tree.leaves(means))
+        if self.compare_batches:
+            found |= {"uneven": differ[0], "apart": differ[1] | differ[2], "step": step}
+        return loss, aux, means, self._synced(buffers, every_weight), hook_state, found
 
     def checks(self) -> dict[str, P]:
         """Which checks there are, with the axes over which they differ."""
-        uneven = {"uneven": P()} if self.compare_batches else {}
+        uneven = {"uneven": P(), "apart": P(), "step": P()} if self.compare_batches else {}
         finite = {"finite": P()} if self.on_nonfinite != "ignore" else {}
         named = {"bad": P(self.ddp.axis_name), "bad_mean": P()} if self.on_nonfinite == "raise" else {}
         return uneven | finite | named
@@ -116,7 +129,7 @@ class ReplicaStep:
             value = jnp.asarray(value)
             value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
             if weights is None:
-                return value if self.accumulate == 1 else value * scale
+                return (value * scale).astype(value.dtype)
             if value.shape != weights.shape:
                 raise TypeError(
                     f"with weights of shape {weights.shape} a microbatch, {what} must have that shape, one value for "
@@ -152,45 +165,66 @@ class ReplicaStep:
 
         return jax.tree.map(cast, tree)
 
-    def _scale_of_weights(self, weights: jax.Array) -> jax.Array:
-        """What this replica's weighted sum is multiplied with, so that the mean over replicas is the one asked for."""
+    def _by_replica(self, told: list[Any], weights: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Returns what each replica told, shape (replicas, len(told)), and the sum of each one's weights, if any.
+
+        It is one small all-reduce, and across processes, the first one of every step.
+        """
         axes = self.ddp.axis_name
-        own = jnp.sum(weights.astype(jnp.result_type(float)))
+        own = jnp.float32(0) if weights is None else jnp.sum(weights.astype(jnp.result_type(float)))
+        bits = lax.bitcast_convert_type(own, jnp.int32).reshape(-1)
+        row = jnp.concatenate([jnp.asarray(word, jnp.int32).reshape(1) for word in told] + [bits])
+        table = jnp.zeros((axis_size(axes), len(row)), jnp.int32).at[lax.axis_index(axes)].set(row)
+        if told or weights is not None:
+            table = lax.psum(table, axes)
+        every_bits = table[:, len(told) :].reshape(-1, *([2] if own.dtype.itemsize == 8 else []))
+        every_weight = None if weights is None else lax.bitcast_convert_type(every_bits, own.dtype)
+        return table[:, : len(told)], every_weight
+
+    def _scale_of_weights(self, every_weight: jax.Array) -> jax.Array:
+        """What this replica's weighted sum is multiplied with, so that the mean over replicas is the one asked for."""
+        size, own = len(every_weight), every_weight[lax.axis_index(self.ddp.axis_name)]
         if self.divide_by == "weights":
-            return axis_size(axes) * _inverse(lax.psum(own, axes))
+            return size * _inverse(jnp.sum(every_weight))
         if self.divide_by == "replicas":
             return _inverse(own)
-        active = lax.psum((own > 0).astype(own.dtype), axes)
-        return axis_size(axes) * _inverse(own) * _inverse(active)
+        return size * _inverse(own) * _inverse(jnp.sum((every_weight > 0).astype(own.dtype)))
 
-    def _synced(self, buffers: Any) -> Any:
-        synced = self.ddp.sync_buffers(buffers)
+    def _synced(self, buffers: Any, every_weight: Any) -> Any:
+        """Those of the first replica, or their mean; of those that have any weight, as the others saw no data."""
+        axes = self.ddp.axis_name
+        active = jnp.ones(axis_size(axes), bool) if every_weight is None else every_weight > 0
+        synced = broadcast(buffers, axes, jnp.argmax(active), self.ddp.strategy)
         if self.buffer_sync == "broadcast":
             return synced
-        means = self.ddp.mean([x for x in jax.tree.leaves(buffers) if jnp.issubdtype(x.dtype, jnp.inexact)])
-        rest = iter(means)
-        return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else x, synced)
+        count = jnp.sum(active)
+        share = jnp.where(count > 0, active[lax.axis_index(axes)] * len(active) / jnp.maximum(count, 1), 1)
+        floating = [x for x in jax.tree.leaves(buffers) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        means = iter(self.ddp.mean([x * share.astype(x.dtype) for x in floating]))
+        return jax.tree.map(lambda x: next(means) if jnp.issubdtype(x.dtype, jnp.inexact) else x, synced)
 
-    def _check(self, grads: list[jax.Array], means: list[jax.Array], batch: Any) -> dict[str, jax.Array]:
-        found, words = {}, []
-        if self.compare_batches:
-            shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(batch)]
-            fingerprint = zlib.crc32(repr(shapes).encode()) >> 1
-            words = [jnp.int32(fingerprint), jnp.int32(-fingerprint)]  # equal everywhere if the maxima are opposite
-        if self.on_nonfinite != "ignore":
-            bad = jnp.stack([~jnp.all(jnp.isfinite(grad)) for grad in grads])
-            bad_mean = jnp.stack([~jnp.all(jnp.isfinite(mean)) for mean in means])
-            words.append(jnp.any(bad).astype(jnp.int32))
-        if not words:
+    def _check(self, grads: list[jax.Array], means: list[jax.Array]) -> dict[str, jax.Array]:
+        if self.on_nonfinite == "ignore":
             return {}
-        most = lax.pmax(jnp.stack(words), self.ddp.axis_name)
-        if self.compare_batches:
-            found["uneven"] = most[0] != -most[1]
-        if self.on_nonfinite != "ignore":
-            found["finite"] = (most[-1] == 0) & ~jnp.any(bad_mean)
-        if self.on_nonfinite == "raise":
-            found |= {"bad": bad[None], "bad_mean": bad_mean}
-        return found
+        bad = jnp.stack([~jnp.all(jnp.isfinite(grad)) for grad in grads])
+        bad_mean = jnp.stack([~jnp.all(jnp.isfinite(mean)) for mean in means])
+        most = lax.pmax(jnp.any(bad).astype(jnp.int32), self.ddp.axis_name)
+        found = {"finite": (most == 0) & ~jnp.any(bad_mean)}
+        return found | ({"bad": bad[None], "bad_mean": bad_mean} if self.on_nonfinite == "raise" else {})
+
+
+def _fingerprint(batch: Any, weights: Any, rng: Any, static: dict[str, Any]) -> int:
+    """A number of 31 bits for what must be equal in all processes; of static values, those that can be compared."""
+    leaves = jax.tree_util.tree_leaves_with_path((batch, weights))
+    shapes = [(leaf_name(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
+    return zlib.crc32(repr((shapes, rng is None, static_text(static))).encode()) >> 1
+
+
+def static_text(static: dict[str, Any]) -> str:
+    """Returns names and values, of values that have no text of their own the type."""
+    plain = (bool, int, float, str, type(None))
+    told = [f"{n}={v!r}" if isinstance(v, plain) else f"{n}: {type(v).__name__}" for n, v in sorted(static.items())]
+    return ", ".join(told)
 
 
 def _inverse(value: jax.Array) -> jax.Array:

@@ -5,18 +5,20 @@ import functools
 import itertools
 import json
 import threading
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.construction import check_construction
-from unified_ddp.errors import NonFiniteError, UnevenDataError
-from unified_ddp.jax.placement import auto_mesh, per_replica, replicate, row_specs, split_rows
+from unified_ddp.errors import NonFiniteError, ReplicaMismatchError, UnevenDataError
+from unified_ddp.jax.placement import auto_mesh, host_digests, per_replica, replicate, row_specs, split_rows
 from unified_ddp.jax.processes import ProcessGathering
-from unified_ddp.jax.replica_step import ReplicaStep
+from unified_ddp.jax.replica_step import ReplicaStep, static_text
 from unified_ddp.jax.schema import leaf_name
 from unified_ddp.jax.waiting import Deadline, InFlight
 from unified_ddp.ranks import tell_sides
@@ -92,7 +94,7 @@ class TrainStep:
         rest = self._state_sharding
         self._jitted = jax.jit(
             self._traced,
-            static_argnums=4,
+            static_argnums=5,
             donate_argnums=(0,) if donate else (),
             out_shardings=(TrainState(rest, rest, rest, rest, by_replica, rest), replicated, None),
         )
@@ -148,44 +150,52 @@ class TrainStep:
             StallError: a step has not ended in time.
         """
         step = next(self._calls)
-        arguments = self._arguments(state, batch, rng, weights, static)
+        held = self._held(state)
+        arguments = self._arguments(state, batch, rng, weights, held, static)
         if self._dispatch_deadline is None:
             state, value, checks = self._jitted(*arguments)
         else:
             compiled = self._compile(arguments)
-            state, value, checks = self._dispatch_deadline(lambda: compiled(*arguments[:4]), step)
-        shapes = _shapes((batch, weights)) if self._several else ""
-        self._in_flight.add(step, (value, checks, shapes))
+            state, value, checks = self._dispatch_deadline(lambda: compiled(*arguments[:5]), step)
+        told = _told(batch, weights, rng, static) if self._several else ""
+        self._in_flight.add(step, (value, checks, told, held))
         return state, value
 
     def lower(
         self, state: TrainState, batch: Any, rng: Any = None, weights: Any = None, **static: Any
     ) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments, to be looked at or compiled."""
-        return self._jitted.lower(*self._arguments(state, batch, rng, weights, static))
+        return self._jitted.lower(*self._arguments(state, batch, rng, weights, self._held(state), static))
 
     def wait(self) -> None:
         """Waits for the steps in flight; raises what they have to raise."""
         self._in_flight.wait()
 
-    def _arguments(self, state: TrainState, batch: Any, rng: Any, weights: Any, static: dict[str, Any]) -> Any:
+    def _held(self, state: TrainState) -> dict[str, int]:
+        """Checksums of what was restored, which each process did by itself; the hook's state is each replica's own."""
+        return host_digests(dataclasses.replace(state, hook_state=None), self.mesh) if self._several else {}
+
+    def _arguments(
+        self, state: TrainState, batch: Any, rng: Any, weights: Any, held: dict[str, int], static: dict[str, Any]
+    ) -> Any:
         axes, microbatches = self._ddp.axis_name, self._replica_step.accumulate
         batch = split_rows(batch, self.mesh, axes, microbatches, "batch")
         weights = split_rows(weights, self.mesh, axes, microbatches, "weights")
         rng = replicate(rng, self.mesh, "rng")
-        return state, batch, weights, rng, tuple(sorted(static.items()))
+        digest = zlib.crc32(json.dumps(held).encode()) >> 1 if held else 0
+        return state, batch, weights, rng, np.int32(digest), tuple(sorted(static.items()))
 
     def _compile(self, arguments: Any) -> Any:
         """Compiles here, where the caller's settings hold, what another thread is to run."""
-        leaves, treedef = jax.tree.flatten(arguments[:4])
+        leaves, treedef = jax.tree.flatten(arguments[:5])
         kinds = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (treedef, kinds, arguments[4])
+        key = (treedef, kinds, arguments[5])
         if key not in self._compiled:
             self._compiled[key] = self._jitted.lower(*arguments).compile()
         return self._compiled[key]
 
     def _traced(
-        self, state: TrainState, batch: Any, weights: Any, rng: Any, static: tuple[tuple[str, Any], ...]
+        self, state: TrainState, batch: Any, weights: Any, rng: Any, digest: Any, static: tuple[tuple[str, Any], ...]
     ) -> tuple[TrainState, Any, dict[str, jax.Array]]:
         import optax
 
@@ -193,13 +203,13 @@ class TrainStep:
         mapped = jax.shard_map(
             functools.partial(replica_step, dict(static)),
             mesh=self.mesh,
-            in_specs=(P(), P(), P(axes), row_specs(batch, axes), row_specs(weights, axes), P(), P()),
+            in_specs=(P(), P(), P(axes), row_specs(batch, axes), row_specs(weights, axes), P(), P(), P()),
             out_specs=(P(), P(), P(), P(), P(axes), replica_step.checks()),
             check_vma=False,  # loss functions that start a scan's carry from constants are refused otherwise
             **self._manual(),
         )
         loss, aux, grads, buffers, hook_state, found = mapped(
-            state.params, state.buffers, state.hook_state, batch, weights, rng, state.step
+            state.params, state.buffers, state.hook_state, batch, weights, rng, state.step, digest
         )
         old = (state.params, state.opt_state, state.buffers, state.hook_state)
         trained = self._ddp.trained(state.params)
@@ -208,7 +218,8 @@ class TrainStep:
         new = (params, opt_state, buffers, hook_state)
         skipped = state.skipped
         if found:
-            taken = found.get("finite", True) & ~found.get("uneven", jnp.bool_(False))
+            refused = found.get("uneven", False) | found.get("apart", False)
+            taken = found.get("finite", True) & jnp.logical_not(refused)
             new = jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, old)
             skipped += 1 - taken.astype(skipped.dtype)
         state = TrainState(state.step + 1, *new, skipped)
@@ -221,17 +232,31 @@ class TrainStep:
     def _gathering(self, what: str) -> ProcessGathering:
         return ProcessGathering(what, self._timeout or threading.TIMEOUT_MAX)
 
-    def _ended(self, step: int, result: tuple[Any, dict[str, jax.Array], str]) -> None:
-        _, checks, shapes = result
+    def _ended(self, step: int, result: tuple[Any, dict[str, jax.Array], str, dict[str, int]]) -> None:
+        _, checks, told, held = result
         if "uneven" in checks and bool(checks["uneven"]):
-            every = self._gathering("the report of uneven batches").all_gather_text(shapes)
+            every = self._gathering("the report of uneven batches").all_gather_text(told)
             raise UnevenDataError(
-                f"step {step}: processes gave batches of different shapes: {tell_sides(every, 'process')}. State is "
-                "unchanged. Drop the remainder, or fill every process's batch up to the same number of rows with "
-                "unified_ddp.jax.pad_batch and pass its weights."
+                f"step {step}: processes gave batches or arguments that differ: {tell_sides(every, 'process')}. State "
+                "is unchanged. Drop the remainder, or fill every process's batch up to the same number of rows with "
+                "unified_ddp.jax.pad_batch, and pass weights (and rng and static arguments) in all or in none."
             )
+        if "apart" in checks and bool(checks["apart"]):
+            raise ReplicaMismatchError(self._apart(step, held | {"step": int(checks["step"])}))
         if "bad" in checks and not bool(checks["finite"]):
             raise NonFiniteError(self._nonfinite(step, checks))
+
+    def _apart(self, step: int, held: dict[str, int]) -> str:
+        gathering = self._gathering("the report of states that differ")
+        every = [json.loads(text) for text in gathering.all_gather_text(json.dumps(held))]
+        names = dict.fromkeys(name for one in every for name in ("step", *one))
+        sides = {name: tell_sides([str(one.get(name, "not restored")) for one in every], "process") for name in names}
+        name = next(name for name in names if sides[name])
+        what = "is" if name == "step" else "was restored with checksum"
+        return (
+            f"step {step}: processes gave states that differ: {name} {what} {sides[name]}. State is unchanged. Restore "
+            "the same state in every process, or make a new one with init, which takes that of process 0."
+        )
 
     def _nonfinite(self, step: int, checks: dict[str, jax.Array]) -> str:
         names = self._ddp.trained_names()
@@ -281,6 +306,17 @@ def _tensors(tree: Any) -> list[dict[str, Any]]:
 def _shapes(tree: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return "(" + ", ".join(f"{leaf_name(path)}: {list(jnp.shape(leaf))}" for path, leaf in leaves) + ")"
+
+
+def _told(batch: Any, weights: Any, rng: Any, static: dict[str, Any]) -> str:
+    """What a process gave, in errors."""
+    arguments = {"batch": batch} | ({} if weights is None else {"weights": weights})
+    kinds = [
+        f"{leaf_name(path)}: {list(jnp.shape(leaf))} {jax.typeof(leaf).dtype}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
+    ]
+    rest = ["rng"] * (rng is not None) + [static_text(static)] * bool(static)
+    return f"({', '.join(kinds + rest)})"
 
 
 def _some(names: list[str]) -> str:

@@ -40,6 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
     worker = Path(__file__).with_name("process_worker.py")
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile much and compute little
     port, files = _free_port(), [folder / f"{rank}.pickle" for rank in range(PROCESSES)]
     processes, logs = [], [folder / f"{rank}.log" for rank in range(PROCESSES)]
     try:

@@ -109,7 +109,7 @@ def test_every_process_names_the_first_difference(results: dict[str, Any], case:
 def test_uneven_data_is_refused_in_every_process(results: dict[str, Any]) -> None:
     loss = float(loss_fn(make_params(), batches(1, 16)[0]))
     for result in results["uneven"]:
-        assert result["error"].startswith("UnevenDataError: step 0: processes gave batches of different shapes: ")
+        assert result["error"].startswith("UnevenDataError: step 0: processes gave batches or arguments that differ: ")
         assert "x: [4, 3]" in result["error"].split(" on process 0, ")[0]
         assert "x: [8, 3]" in result["error"].split(" on process 0, ")[1]
         assert "pad_batch" in result["error"]
