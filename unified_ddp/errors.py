@@ -49,7 +49,7 @@ class NonFiniteError(UnifiedDDPError, FloatingPointError):
 
 
 class UnevenDataError(UnifiedDDPError, ValueError):
-    """A batch cannot be shared evenly by the replicas, or processes gave batches of different shapes."""
+    """A batch cannot be shared evenly by the replicas, or processes gave batches or arguments that differ."""
 
 
 class StallError(UnifiedDDPError, TimeoutError):

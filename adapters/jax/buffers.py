@@ -13,11 +13,11 @@ from unified_ddp.jax.reduce import Strategy
 __all__ = ["broadcast"]
 
 
-def broadcast(tree: Any, axes: tuple[str, ...], source: int, strategy: Strategy) -> Any:
+def broadcast(tree: Any, axes: tuple[str, ...], source: int | jax.Array, strategy: Strategy) -> Any:
     """Returns the tree with every array as replica `source` has it, replicated by type.
 
     The other replicas add zero bits to the source's bits, so NaNs, signed zeros and integers arrive unchanged and
-    nothing of the others leaks in. Leaves that are no arrays or numbers are left alone.
+    nothing of the others leaks in. Leaves that are no arrays or numbers are left alone. `source` is the same on all.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_array(leaf)}

@@ -351,7 +351,7 @@ class DistributedDataParallel:
         """
         require_axes(self._axes, "broadcast_from")
         size = axis_size(self._axes)
-        if not 0 <= source < size:
+        if not isinstance(source, int | np.integer) or not 0 <= source < size:
             raise ValueError(f"source takes the number of a replica, 0 to {size - 1}, not {source!r}")
         return broadcast(tree, self._axes, source, self.strategy)
 

@@ -92,12 +92,14 @@ def replicate(tree: Any, mesh: Mesh, what: str) -> Any:
 
 def host_digests(tree: Any, mesh: Mesh) -> dict[str, int]:
     """Returns checksums by name of the leaves that are not spread over the mesh: host values, or one device's."""
-    spread = {
-        leaf_name(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if not (isinstance(leaf, jax.Array) and leaf.sharding.num_devices == mesh.size)
-    }
-    return {name: zlib.crc32(_host_values(leaf).tobytes()) for name, leaf in spread.items()}
+
+    def spread(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and leaf.sharding.num_devices == mesh.size
+
+    if all(map(spread, jax.tree.leaves(tree))):  # as in all steps but the first after a restart
+        return {}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {leaf_name(path): zlib.crc32(_host_values(leaf).tobytes()) for path, leaf in leaves if not spread(leaf)}
 
 
 def per_replica(make: Callable[[int], Any], mesh: Mesh, axes: tuple[str, ...]) -> Any:

@@ -165,8 +165,8 @@ class ReplicaStep:
 
         return jax.tree.map(cast, tree)
 
-    def _by_replica(self, told: list[Any], weights: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Returns what each replica told, shape (replicas, len(told)), and the sum of each one's weights, if any.
+    def _by_replica(self, told: list[Any], weights: Any) -> tuple[jax.Array, Any]:
+        """Returns what each replica told, shape (replicas, len(told)), and the sum of each one's weights, or None.
 
         It is one small all-reduce, and across processes, the first one of every step.
         """

@@ -78,6 +78,7 @@ class TrainStep:
         self._replica_step = replica_step
         self._several = jax.process_count() > 1
         self._timeout = timeout
+        self._unchanged = "" if donate else "State is unchanged. "
         self._calls = itertools.count()
         self._compiled: dict[Any, Any] = {}
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -144,8 +145,9 @@ class TrainStep:
             The next state, and the mean loss; with `has_aux`, the pair of it and the mean aux.
 
         Raises:
-            UnevenDataError: rows cannot be shared evenly, or processes gave different shapes; the latter in every
-                process, and nothing was changed.
+            UnevenDataError: rows cannot be shared evenly; or (in every process, and nothing was changed) processes gave
+                batches of different shapes, weights or a key in some only, or other static bools, numbers or strings.
+            ReplicaMismatchError: (in every process) processes restored different states, or are at different steps.
             NonFiniteError: gradients are not finite, with `on_nonfinite="raise"`; nothing was changed.
             StallError: a step has not ended in time.
         """
@@ -237,9 +239,9 @@ class TrainStep:
         if "uneven" in checks and bool(checks["uneven"]):
             every = self._gathering("the report of uneven batches").all_gather_text(told)
             raise UnevenDataError(
-                f"step {step}: processes gave batches or arguments that differ: {tell_sides(every, 'process')}. State "
-                "is unchanged. Drop the remainder, or fill every process's batch up to the same number of rows with "
-                "unified_ddp.jax.pad_batch, and pass weights (and rng and static arguments) in all or in none."
+                f"step {step}: processes gave batches or arguments that differ: {tell_sides(every, 'process')}. "
+                f"{self._unchanged}Drop the remainder, or fill every process's batch up to the same number of rows "
+                "with unified_ddp.jax.pad_batch; pass weights and rng in all or none, and the same static arguments."
             )
         if "apart" in checks and bool(checks["apart"]):
             raise ReplicaMismatchError(self._apart(step, held | {"step": int(checks["step"])}))
@@ -254,7 +256,7 @@ class TrainStep:
         name = next(name for name in names if sides[name])
         what = "is" if name == "step" else "was restored with checksum"
         return (
-            f"step {step}: processes gave states that differ: {name} {what} {sides[name]}. State is unchanged. Restore "
+            f"step {step}: processes gave states that differ: {name} {what} {sides[name]}. {self._unchanged}Restore "
             "the same state in every process, or make a new one with init, which takes that of process 0."
         )
 

@@ -1,5 +1,6 @@
 """One of several processes that train together, started by torchrun. Arguments: folder for results, cases."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -127,6 +128,35 @@ def uneven() -> dict[str, Any]:
     error = _error(lambda: step(state, jax.tree.map(lambda x: x[: 4 + 4 * rank], batch)))
     _, loss = step(state, batch)
     return {"error": error, "loss after it": float(loss)}
+
+
+def different() -> dict[str, Any]:
+    """Process 1 calls a step in another way, on batches of the same shapes, or from another state."""
+
+    def loss(params: Any, batch: Any, rng: Any = None, train: bool = True) -> Any:
+        return loss_fn(params, batch)
+
+    def each_loss(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch) * jnp.ones(len(batch["x"])) if rank else loss_fn(params, batch)
+
+    def make(loss: Any) -> Any:
+        return DistributedDataParallel(make_params()).train_step(loss, optax.adamw(0.01))
+
+    step, weighed, batch = make(loss), make(each_loss), own_rows(batches(1, 16)[0])
+    state = step.init(make_params())
+    restored = jax.tree.map(np.array, state)
+    other = dataclasses.replace(restored, params=jax.tree.map(lambda p: p * (1 + rank), restored.params))
+    whole = batch | {"y": batch["y"].astype(np.int32)} if rank else batch
+    ones = np.ones(len(batch["x"]), np.float32)
+    return {
+        "weights": _error(lambda: weighed(state, batch, weights=ones if rank else None)),
+        "rng": _error(lambda: step(state, batch, jax.random.key(0) if rank else None)),
+        "static": _error(lambda: step(state, batch, train=rank == 0)),
+        "dtype": _error(lambda: step(state, whole)),
+        "step": _error(lambda: step(dataclasses.replace(restored, step=np.int32(5 * rank)), batch)),
+        "params": _error(lambda: step(other, batch)),
+        "loss after them": float(step(state, batch)[1]),
+    }
 
 
 def not_finite() -> dict[str, Any]:

@@ -89,9 +89,10 @@ def test_empty_tree(pair: Replicas) -> None:
     assert pair(lambda _, b: _ddp().sync_buffers({}), None, jnp.ones(2)) == {}
 
 
-def test_source_out_of_range(pair: Replicas) -> None:
-    with pytest.raises(ValueError, match="0 to 1, not 2"):
-        pair(lambda _, b: _ddp().broadcast_from(b, 2), None, jnp.ones(2))
+@pytest.mark.parametrize("source", [2, -1, 0.5, "0"])
+def test_source_that_is_no_replica(pair: Replicas, source: Any) -> None:
+    with pytest.raises(ValueError, match=f"0 to 1, not {source!r}"):
+        pair(lambda _, b: _ddp().broadcast_from(b, source), None, jnp.ones(2))
 
 
 def test_mean_of_metrics(pair: Replicas) -> None:

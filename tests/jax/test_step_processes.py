@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROCESSES = 2
 WORKER = Path(__file__).with_name("step_worker.py")
-CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "not_finite", "stalls")
+CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "different", "not_finite", "stalls")
 
 
 def run(folder: Path, devices: int, cases: tuple[str, ...], **env: str) -> dict[str, Any]:
@@ -114,6 +114,33 @@ def test_uneven_data_is_refused_in_every_process(results: dict[str, Any]) -> Non
         assert "x: [8, 3]" in result["error"].split(" on process 0, ")[1]
         assert "pad_batch" in result["error"]
         np.testing.assert_allclose(result["loss after it"], loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "sides"),
+    [
+        ("weights", ["y: [8, 1] float32)", "y: [8, 1] float32, weights: [8] float32)"]),
+        ("rng", ["y: [8, 1] float32)", "y: [8, 1] float32, rng)"]),
+        ("static", ["train=True)", "train=False)"]),
+        ("dtype", ["y: [8, 1] float32)", "y: [8, 1] int32)"]),
+        ("step", ["step is 0", "5"]),
+        ("params", ["params.dense1.bias was restored with checksum ", ""]),
+    ],
+)
+def test_other_calls_and_states_are_refused_in_every_process(
+    results: dict[str, Any], case: str, sides: list[str]
+) -> None:
+    loss = float(loss_fn(make_params(), batches(1, 16)[0]))
+    restored = case in ("step", "params")
+    what = "ReplicaMismatchError: step {}: processes gave states" if restored else "UnevenDataError: step {}: processes"
+    for result in results["different"]:
+        error = result[case]
+        assert error.startswith(tuple(what.format(step) for step in range(6))), error
+        first, second = error.split(" on process 0, ")
+        assert sides[0] in first
+        assert sides[1] in second.split(" on process 1")[0]
+        assert "State is unchanged" in second
+        np.testing.assert_allclose(result["loss after them"], loss, rtol=1e-5)
 
 
 def test_gradients_that_are_not_finite_are_named_in_every_process(results: dict[str, Any]) -> None:

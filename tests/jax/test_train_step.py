@@ -112,6 +112,31 @@ def test_buffers(buffer_sync: Any, accumulate: int) -> None:
     assert all(float(shard.data) == float(state.buffers["mean"]) for shard in state.buffers["mean"].addressable_shards)
 
 
+@pytest.mark.parametrize(("buffer_sync", "accumulate"), [("broadcast", 2), ("mean", 1), ("mean", 2)])
+def test_buffers_of_padding_are_not_taken(buffer_sync: Any, accumulate: int) -> None:
+    """Replicas 0 and 3 have no data; the second microbatch of replica 1 has none either, if there are two."""
+
+    def with_norm(params: Any, batch: Any, buffers: Any) -> Any:
+        loss, buffers = _with_norm(params, batch, buffers)
+        return loss * jnp.ones(len(batch["x"])), buffers
+
+    params, [batch] = make_params(), batches(1, 16)
+    weights = np.array([0] * 4 + [1, 1, 0, 0] + [1] * 4 + [0] * 4, np.float32)
+    step = make_step(params, with_norm, 4, buffer_sync=buffer_sync, accumulate=accumulate)
+    state, _ = run(step, params, [batch], {"mean": jnp.float32(1), "count": jnp.int32(0)}, weights=weights)
+    rows = np.split(np.asarray(batch["x"]), 4)
+    own = {1: 1.0, 2: 1.0}
+    for replica in own:
+        parts = np.split(rows[replica], accumulate)
+        for part in parts[:1] if replica == 1 else parts:
+            own[replica] = 0.5 * own[replica] + 0.5 * part.mean()
+    mean = own[1] if buffer_sync == "broadcast" else sum(own.values()) / 2
+    np.testing.assert_allclose(state.buffers["mean"], mean, rtol=1e-5)
+    assert state.buffers["count"] == 1
+    nothing = step(state, batch, weights=np.zeros(16, np.float32))[0]
+    assert_same(nothing.buffers, state.buffers, 0)
+
+
 @pytest.mark.parametrize(("key", "accumulate"), [(jax.random.key, 1), (jax.random.PRNGKey, 2)])
 def test_keys_differ_by_step_replica_and_microbatch(key: Any, accumulate: int) -> None:
     params = make_params()
