@@ -70,8 +70,10 @@ class ReplicaStep:
         def microbatch(buffers: Any, batch: Any, weights: Any, number: Any) -> tuple[Any, Any, Any, Any]:
             own = key if key is None or self.accumulate == 1 else jax.random.fold_in(key, number)
             (loss, (aux, after)), grads = local(params, buffers, batch, weights, own, scale, static)
-            if weights is not None:  # of padding alone, nothing is to be kept
-                after = jax.tree.map(lambda new, old: jnp.where(jnp.sum(weights) > 0, new, old), after, buffers)
+            if weights is not None:  # padding alone leaves nothing: no buffers, and no zero times infinity
+                some = jnp.any(weights != 0)
+                after = jax.tree.map(lambda new, old: jnp.where(some, new, old), after, buffers)
+                grads = jax.tree.map(lambda grad: jnp.where(some, grad, 0), grads)
             return loss, aux, grads, after
 
         if self.accumulate == 1:

@@ -90,6 +90,17 @@ def test_a_batch_of_nothing_changes_nothing() -> None:
     assert loss == 0
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_padding_that_a_loss_cannot_take_is_harmless(accumulate: int) -> None:
+    """A replica (and a microbatch) of zeros alone, whose gradients would be zero times infinity."""
+    params = {"scale": jnp.float32(3)}
+    step = make_step(params, lambda p, b: p["scale"] * jnp.log(b), 2, optax.sgd(1.0), accumulate=accumulate)
+    batch = np.array([2, 3, 2, 3, 0, 0, 0, 0], np.float32)[:: -1 if accumulate > 1 else 1]
+    state, [loss] = run(step, params, [batch], weights=(batch > 0).astype(np.float32))
+    mean = np.log([2.0, 3.0]).mean()
+    np.testing.assert_allclose([loss, state.params["scale"]], [3 * mean, 3 - mean], rtol=1e-5)
+
+
 def _with_norm(params: Any, batch: Any, buffers: Any) -> Any:
     mean = batch["x"].mean()
     return loss_fn(params, batch), {"mean": 0.5 * buffers["mean"] + 0.5 * mean, "count": buffers["count"] + 1}
