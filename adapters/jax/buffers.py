@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from unified_ddp.jax.packing import pack, unpack
+from unified_ddp.jax.packing import alike, pack, unpack
 from unified_ddp.jax.reduce import Strategy
 
 __all__ = ["broadcast"]
@@ -35,14 +35,15 @@ def _is_array(leaf: Any) -> bool:
 def _sum(sent: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy) -> list[jax.Array]:
     if any(not bits.size for bits in sent):  # nothing to send; on CPUs jax 0.11.2 crashed compiling them
         sums = iter(_sum([bits for bits in sent if bits.size], axes, strategy))
-        return [next(sums) if bits.size else jnp.zeros_like(bits) for bits in sent]
-    words = [i for i, bits in enumerate(sent) if bits.dtype == jnp.uint32]
-    if strategy == "tuple" or len(words) < 2:
-        return list(lax.psum(list(sent), axes)) if sent else []
-    wide = [i for i in range(len(sent)) if i not in set(words)]
-    flat, *rest = lax.psum([pack([sent[i] for i in words]), *(sent[i] for i in wide)], axes)
-    parts = dict(zip(words, unpack(flat, [sent[i] for i in words]), strict=True))
-    parts.update(zip(wide, rest, strict=True))
+        return [next(sums) if bits.size else jnp.zeros(bits.shape, bits.dtype) for bits in sent]
+    words = [i for i, bits in enumerate(sent) if bits.dtype == jnp.uint32 and strategy == "flat"]
+    packs = [[words[i] for i in group] for group in alike([sent[i] for i in words])]
+    alone = [i for i in range(len(sent)) if i not in set(words)]
+    operands = [pack([sent[i] for i in positions]) for positions in packs] + [sent[i] for i in alone]
+    sums = lax.psum(operands, axes) if operands else []
+    parts = dict(zip(alone, sums[len(packs) :], strict=True))
+    for positions, flat in zip(packs, sums, strict=False):
+        parts.update(zip(positions, unpack(flat, [sent[i] for i in positions]), strict=True))
     return [parts[i] for i in range(len(sent))]
 
 

@@ -150,6 +150,11 @@ class DistributedDataParallel:
         @functools.wraps(loss_fn)
         def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             require_axes(self._axes, "value_and_grad")
+            if (last := argnums if isinstance(argnums, int) else max(argnums)) >= len(args):
+                raise TypeError(
+                    f"params are argument {last} (argnums={argnums}), but {len(args)} positional arguments were given; "
+                    "pass params by position, as for jax.grad"
+                )
             params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
             leaves, treedef = jax.tree.flatten(params)
             order = positions_in(self._plan, self._schema(params))

@@ -15,7 +15,7 @@ from unified_ddp.errors import ReductionError
 from unified_ddp.hooks.protocol import BucketLayout, SharedHook, State
 from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
-from unified_ddp.jax.packing import pack, unpack
+from unified_ddp.jax.packing import alike, pack, unpack
 from unified_ddp.jax.shared_hooks import run_shared_hook
 from unified_ddp.plan import MIB, BucketPlan
 
@@ -80,6 +80,9 @@ def reduce_buckets(
         hook: reduces in its place.
         layouts: one a bucket, for a shared hook.
         states: of a shared hook, one a bucket.
+
+    Raises:
+        ReductionError: there is a hook, and gradients of one bucket vary over different axes by type.
     """
     size = axis_size(axes)
     reduced: list[Any] = [None] * len(grads)
@@ -87,6 +90,8 @@ def reduce_buckets(
     turns = _Turns()
     for index, bucket in enumerate(plan.buckets):
         local = [grads[i] for i in bucket.params]
+        if hook is not None:
+            _require_alike(local, [plan.params[i].name for i in bucket.params])
         if hook is None:
             means = _mean(local, axes, size, strategy, turns)
         elif isinstance(hook, SharedHook):
@@ -101,6 +106,18 @@ def reduce_buckets(
         for i, mean in zip(bucket.params, means, strict=True):
             reduced[i] = mean
     return reduced, new_states
+
+
+def _require_alike(local: Sequence[jax.Array], names: Sequence[str]) -> None:
+    first, *others = alike(local)
+    if others:
+        one, other = first[0], others[0][0]
+        raise ReductionError(
+            f"a comm hook gets a bucket as one array, but the gradient of '{names[one]}' varies over the mapped axes "
+            f"{sorted(varying_axes(local[one]))} and that of '{names[other]}', in the same bucket, over "
+            f"{sorted(varying_axes(local[other]))}. Reduce those that are split over a model axis by a wrapper of "
+            "their own (trainable=), or leave that axis to the compiler (axis_names= of jax.shard_map)"
+        )
 
 
 class _Turns:
@@ -143,15 +160,16 @@ def _mean(
 def _packs(local: Sequence[jax.Array]) -> list[list[int]]:
     """Returns the positions of the arrays that are packed, two or more together."""
     packs: list[list[int]] = []
-    room = 0
-    for i, grad in enumerate(local):
-        if grad.nbytes >= LARGE_LEAF_BYTES:
-            continue
-        if not packs or grad.nbytes > room:
-            packs.append([])
-            room = PACKED_BYTES
-        packs[-1].append(i)
-        room -= grad.nbytes
+    for group in alike(local):
+        room = -1
+        for i in group:
+            if local[i].nbytes >= LARGE_LEAF_BYTES:
+                continue
+            if local[i].nbytes > room:
+                packs.append([])
+                room = PACKED_BYTES
+            packs[-1].append(i)
+            room -= local[i].nbytes
     return [positions for positions in packs if len(positions) > 1]
 
 

@@ -148,10 +148,14 @@ class ReplicaStep:
 
     def _parts(self, result: Any, buffers: Any) -> tuple[Any, Any, Any]:
         names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if self.has_aux else [])]
-        parts = result if len(names) > 1 else (result,)
+        parts = result if isinstance(result, tuple) or len(names) > 1 else (result,)
         if not isinstance(parts, tuple) or len(parts) != len(names):
             have = f"{len(parts)} values" if isinstance(parts, tuple) else f"one {type(parts).__name__}"
-            raise TypeError(f"loss_fn is to return ({', '.join(names)}), but it returned {have}")
+            wanted = f"({', '.join(names)})" if len(names) > 1 else "the loss alone"
+            hints = [] if self.has_aux else ["has_aux=True is for metrics"]
+            hints += [] if buffers is not None else ["init takes the buffers that it is to return"]
+            hint = f"; {', '.join(hints)}" if hints else ""
+            raise TypeError(f"loss_fn is to return {wanted}, but it returned {have}{hint}")
         found = dict(zip(names, parts, strict=True))
         if buffers is not None:
             _require_same_types(buffers, found["buffers"])

@@ -1,5 +1,6 @@
 """A whole training step over all devices: the state goes in, the next one comes out."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -112,6 +113,10 @@ class TrainStep:
             ConstructionMismatchError: (in every process) parameters, buffers or options differ between processes.
             StallError: a process did not come here.
         """
+        with self._own_mesh():
+            return self._init(params, buffers)
+
+    def _init(self, params: Any, buffers: Any) -> TrainState:
         values = replicate({"params": params, "buffers": buffers}, self.mesh, "the state's")
         if self._several:
             transport = self._gathering("train_step's init")
@@ -151,13 +156,22 @@ class TrainStep:
             NonFiniteError: gradients are not finite, with `on_nonfinite="raise"`; nothing was changed.
             StallError: a step has not ended in time.
         """
+        if not isinstance(state, TrainState):
+            raise TypeError(f"step takes the state that init or the step before returned, not {type(state).__name__}")
+        if isinstance(state.step, jax.core.Tracer):
+            raise TypeError(
+                "a train_step is jitted already, and places arrays on devices: call it outside jax.jit, scan and other "
+                "transformations, or write the step by hand with value_and_grad"
+            )
         step = next(self._calls)
         held = self._held(state)
         arguments = self._arguments(state, batch, rng, weights, held, static)
         if self._dispatch_deadline is None:
-            state, value, checks = self._jitted(*arguments)
+            with self._own_mesh():
+                state, value, checks = self._jitted(*arguments)
         else:
-            compiled = self._compile(arguments)
+            with self._own_mesh():
+                compiled = self._compile(arguments)
             state, value, checks = self._dispatch_deadline(lambda: compiled(*arguments[:5]), step)
         told = _told(batch, weights, rng, static) if self._several else ""
         self._in_flight.add(step, (value, checks, told, held))
@@ -167,11 +181,18 @@ class TrainStep:
         self, state: TrainState, batch: Any, rng: Any = None, weights: Any = None, **static: Any
     ) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments, to be looked at or compiled."""
-        return self._jitted.lower(*self._arguments(state, batch, rng, weights, self._held(state), static))
+        arguments = self._arguments(state, batch, rng, weights, self._held(state), static)
+        with self._own_mesh():
+            return self._jitted.lower(*arguments)
 
     def wait(self) -> None:
         """Waits for the steps in flight; raises what they have to raise."""
         self._in_flight.wait()
+
+    def _own_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """In place of one that the user has set: JAX maps over no other, and axes may be explicit."""
+        user_has_one = not jax.sharding.get_abstract_mesh().empty
+        return jax.set_mesh(self.mesh) if user_has_one else contextlib.nullcontext()
 
     def _held(self, state: TrainState) -> dict[str, int]:
         """Checksums of what was restored, which each process did by itself; the hook's state is each replica's own."""

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_cases import Replicas
+from jax.sharding import PartitionSpec as P
+from jax_cases import Replicas, mesh
 
 from unified_ddp.jax import DistributedDataParallel
 
@@ -33,6 +34,18 @@ def test_every_dtype_from_the_last_replica(mapping: str, strategy: Any) -> None:
         assert result.dtype == buffers[dtype].dtype
         for value in result:
             assert _bits(value) == _bits(np.asarray(buffers[dtype])[source : source + 1].reshape(value.shape))
+
+
+@pytest.mark.parametrize("strategy", ["flat", "tuple"])
+def test_replicated_by_type(strategy: Any) -> None:
+    """Also what is empty, and what does not vary over a model axis beside what does."""
+    specs = {"split": P("model"), "whole": P(), "empty": P()}
+    buffers = {"split": jnp.arange(2.0), "whole": jnp.ones(3), "empty": jnp.zeros((0, 3))}
+    ddp = DistributedDataParallel({"w": jnp.ones(3)}, strategy=strategy)
+    mapped = jax.shard_map(
+        lambda x: ddp.sync_buffers(ddp.varying(x)), mesh=mesh(2, "data", 2, "model"), in_specs=(specs,), out_specs=specs
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, jax.jit(mapped)(buffers), buffers))
 
 
 @pytest.mark.parametrize("strategy", ["flat", "tuple"])

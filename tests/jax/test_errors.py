@@ -5,9 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mesh, oracle
 
 from unified_ddp.errors import AxisError, PlanError, ReductionError
+from unified_ddp.hooks import AllReduce
 from unified_ddp.jax import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,6 +34,24 @@ def test_outside_any_mapped_axis(name: str) -> None:
         known = {"grad": "value_and_grad"}.get(name, name)
         with pytest.raises(AxisError, match=rf"\.{known} needs the mapped axis 'data', but no mapped axis is in scope"):
             call(ddp, params, batch)
+
+
+@pytest.mark.parametrize("hook", [AllReduce(), lambda bucket: jax.lax.pmean(bucket.buffer, bucket.axis_name)])
+def test_hook_and_a_bucket_of_which_some_is_split_over_a_model_axis(hook: Any) -> None:
+    ddp = DistributedDataParallel({"split": jnp.ones(2), "whole": jnp.ones(4)}, comm_hook=hook)
+    specs = {"split": P("model"), "whole": P()}
+    mapped = jax.shard_map(
+        lambda p: ddp.all_reduce(ddp.varying(p)), mesh=mesh(2, "data", 2, "model"), in_specs=(specs,), out_specs=specs
+    )
+    with pytest.raises(ReductionError, match=r"'whole' varies over .*\['data'\] and that of 'split'.*'model'\]"):
+        jax.jit(mapped)({"split": jnp.ones(4), "whole": jnp.ones(4)})
+
+
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+def test_params_by_keyword(argnums: Any) -> None:
+    ddp = DistributedDataParallel(make_params())
+    with pytest.raises(TypeError, match=r"params are argument [01] .*but 0 positional arguments were given"):
+        Replicas("vmap", 2)(lambda p, b: ddp.grad(loss_fn, argnums)(params=p, batch=b), make_params(), make_batch())
 
 
 def test_axis_of_the_mesh_that_is_not_mapped() -> None:

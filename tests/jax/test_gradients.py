@@ -289,6 +289,35 @@ def test_params_split_over_the_model_axis(check_vma: bool, strategy: Any) -> Non
     assert_all_close({"kernel": np.asarray(grads["kernel"])[None]}, oracle(loss, {"kernel": kernel}, x, 2))
 
 
+@pytest.mark.parametrize("strategy", ["flat", "tuple"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("columns", [4, 2**20])
+def test_params_of_which_some_are_split_over_the_model_axis(columns: int, check_vma: bool, strategy: Any) -> None:
+    """Replicated ones stay replicated by type, whatever they are packed with, or after (more than 8 MiB are packed)."""
+    split = {f"s{i}": jnp.full((2, columns), i + 1.0) for i in range(4)}
+    whole = {f"w{i}": jnp.full(columns // 2, i + 1.0) for i in range(4)}
+    specs = dict.fromkeys(split, P("model")) | dict.fromkeys(whole, P())
+    local = {name: x[:1] for name, x in split.items()} | whole
+    ddp = DistributedDataParallel(local, strategy=strategy)
+
+    def loss(params: Any, x: Any) -> Any:
+        split_sum = sum((params[name] ** 2).sum() for name in split)
+        return x.mean() * (lax.psum(split_sum, "model") if check_vma else split_sum) + x.mean() * sum(
+            (params[name] ** 2).sum() for name in whole
+        )
+
+    mapped = jax.shard_map(
+        lambda p, x: ddp.grad(loss)(p, x),
+        mesh=mesh(2, "data", 2, "model"),
+        in_specs=(specs, P("data")),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    grads = jax.jit(mapped)(split | whole, jnp.array([1.0, 2.0]))
+    for name, param in (split | whole).items():
+        assert jnp.array_equal(grads[name], 3 * param), name
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_over_two_axes(check_vma: bool) -> None:
     params, batch = make_params(), make_batch()

@@ -94,6 +94,7 @@ def _per_row(params: Any, batch: Any) -> Any:
         (_per_row, {}, {}, None, r"returned a loss of shape \(4,\); return the mean over the batch, or pass weights"),
         (loss_fn, {}, {"weights": np.ones(8)}, None, r"weights of shape \(4,\) a microbatch, the loss must have that"),
         (loss_fn, {"has_aux": True}, {}, None, r"is to return \(loss, aux\), but it returned one"),
+        (lambda p, b: (loss_fn(p, b), {}), {}, {}, None, r"the loss alone, but it returned 2 values; has_aux=True is"),
         (lambda p, b, buffers: loss_fn(p, b), {}, {}, jnp.ones(2), r"is to return \(loss, buffers\)"),
         (
             lambda p, b, buffers: (loss_fn(p, b), buffers),
@@ -116,6 +117,15 @@ def test_what_the_loss_function_returns(loss: Any, options: Any, arguments: Any,
     step = make_step(params, loss, 2, **options)
     with pytest.raises(TypeError, match=message):
         step(step.init(params, buffers), make_batch(), **arguments)
+
+
+def test_what_a_step_takes() -> None:
+    params = make_params()
+    step = make_step(params, loss_fn, 2)
+    with pytest.raises(TypeError, match="takes the state that init or the step before returned, not dict"):
+        step(params, make_batch())
+    with pytest.raises(TypeError, match=r"is jitted already.*call it outside jax\.jit"):
+        jax.jit(step)(step.init(params), make_batch())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import loss_fn, make_batch, make_params, mesh
 from step_cases import RATE, assert_same, batches, make_step, plain_steps
@@ -329,6 +329,17 @@ def test_mesh_with_a_model_axis(strategy: Any) -> None:
     want, _ = plain_steps(loss, params, optax.sgd(RATE, momentum=0.9), batches(), 2)
     assert_same(state.params, want)
     assert state.params["kernel"].sharding.is_equivalent_to(split, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mesh_that_is_set(kind: AxisType) -> None:
+    """jax.make_mesh makes explicit axes by default."""
+    devices = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(kind,))
+    with jax.set_mesh(devices):
+        step = DistributedDataParallel(make_params()).train_step(loss_fn, optax.sgd(RATE), mesh=devices)
+        state, _ = run(step, make_params(), batches())
+    want, _ = plain_steps(loss_fn, make_params(), optax.sgd(RATE), batches(), 2)
+    assert_same(state.params, want)
 
 
 def test_two_data_axes() -> None:
