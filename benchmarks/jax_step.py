@@ -111,18 +111,24 @@ def measure_model(model: Any, args: argparse.Namespace) -> Times:
     times: Times = {what: {variant: [] for variant in VARIANTS} for what in ("step", "compile", "compile CPU")}
     compiled = {}
     for i in range(args.compilations):
-        for variant in VARIANTS[i % 4 :] + VARIANTS[: i % 4]:
+        for variant in in_turn(i):
             start, cpu = time.perf_counter(), time.process_time()
             compiled[variant] = make_step(variant, model, mesh, args.strategy).lower(params, batch).compile()
             times["compile"][variant].append(time.perf_counter() - start)
             times["compile CPU"][variant].append(time.process_time() - cpu)
     for i in range(args.steps + 2):
-        for variant in VARIANTS[i % 4 :] + VARIANTS[: i % 4]:
+        for variant in in_turn(i):
             start = time.perf_counter()
             jax.block_until_ready(compiled[variant](params, batch))
             if i >= 2:  # warm
                 times["step"][variant].append(time.perf_counter() - start)
     return times
+
+
+def in_turn(i: int) -> tuple[str, ...]:
+    """Returns the variants, another one first in each round."""
+    first = i % len(VARIANTS)
+    return VARIANTS[first:] + VARIANTS[:first]
 
 
 def make_step(variant: str, model: Any, mesh: Any, strategy: Any) -> Any:

@@ -90,19 +90,19 @@ def reduce_buckets(
     turns = _Turns()
     for index, bucket in enumerate(plan.buckets):
         local = [grads[i] for i in bucket.params]
-        if hook is not None:
-            _require_alike(local, [plan.params[i].name for i in bucket.params])
         if hook is None:
             means = _mean(local, axes, size, strategy, turns)
-        elif isinstance(hook, SharedHook):
-            flat, new_states[index] = run_shared_hook(hook, states[index], layouts[index], turns.pack(local), axes)
-            means = unpack(turns.reduced(flat), local)
         else:
             specs = tuple(plan.params[i] for i in bucket.params)
             names = tuple(spec.name for spec in specs)
-            last = index == len(plan.buckets) - 1
-            view = JaxBucket(turns.pack(local), index, last, axes, size, names, bucket, specs)
-            means = unpack(turns.reduced(run_hook(hook, view)), local)
+            _require_alike(local, names)
+            flat = turns.pack(local)
+            if isinstance(hook, SharedHook):
+                flat, new_states[index] = run_shared_hook(hook, states[index], layouts[index], flat, axes)
+            else:
+                last = index == len(plan.buckets) - 1
+                flat = run_hook(hook, JaxBucket(flat, index, last, axes, size, names, bucket, specs))
+            means = unpack(turns.reduced(flat), local)
         for i, mean in zip(bucket.params, means, strict=True):
             reduced[i] = mean
     return reduced, new_states

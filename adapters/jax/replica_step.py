@@ -200,14 +200,15 @@ class ReplicaStep:
         """Those of the first replica, or their mean; of those that have any weight, as the others saw no data."""
         axes = self.ddp.axis_name
         active = jnp.ones(axis_size(axes), bool) if every_weight is None else every_weight > 0
-        synced = broadcast(buffers, axes, jnp.argmax(active), self.ddp.strategy)
-        if self.buffer_sync == "broadcast":
-            return synced
+        leaves, treedef = jax.tree.flatten(buffers)
+        averaged = [self.buffer_sync == "mean" and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+        kept = [x for x, is_averaged in zip(leaves, averaged, strict=True) if not is_averaged]
+        firsts = iter(broadcast(kept, axes, jnp.argmax(active), self.ddp.strategy))
         count = jnp.sum(active)
         share = jnp.where(count > 0, active[lax.axis_index(axes)] * len(active) / jnp.maximum(count, 1), 1)
-        floating = [x for x in jax.tree.leaves(buffers) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        means = iter(self.ddp.mean([x * share.astype(x.dtype) for x in floating]))
-        return jax.tree.map(lambda x: next(means) if jnp.issubdtype(x.dtype, jnp.inexact) else x, synced)
+        shares = [x * share.astype(x.dtype) for x, is_averaged in zip(leaves, averaged, strict=True) if is_averaged]
+        means = iter(self.ddp.mean(shares))
+        return jax.tree.unflatten(treedef, [next(means if is_averaged else firsts) for is_averaged in averaged])
 
     def _check(self, grads: list[jax.Array], means: list[jax.Array]) -> dict[str, jax.Array]:
         if self.on_nonfinite == "ignore":
