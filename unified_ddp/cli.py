@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from unified_ddp import __version__
-from unified_ddp.verify.config import Dtype, Fault, Side, VerifyConfig, VerifyError
+from unified_ddp.equivalence.demo.config import Dtype, Fault, Side, VerifyConfig, VerifyError
 
 __all__ = ["app", "main"]
 
@@ -100,8 +100,8 @@ def verify(
 
 
 def _verify(config: VerifyConfig, console: Console, json_file: Path | None, plot: Path | None) -> bool:
-    from unified_ddp.verify.report import plot_losses, print_report, report_to_dict
-    from unified_ddp.verify.run import run_verify
+    from unified_ddp.equivalence.demo.report import plot_losses, print_report, report_to_dict
+    from unified_ddp.equivalence.demo.run import run_verify
 
     columns = (
         SpinnerColumn(),

@@ -13,10 +13,10 @@ from unified_ddp.jax.hooks import JaxBucket as JaxBucket
 from unified_ddp.jax.launch import initialize as initialize
 from unified_ddp.jax.optimizer import all_reduce_gradients as all_reduce_gradients
 from unified_ddp.jax.optimizer import varying as varying
-from unified_ddp.jax.placement import pad_batch as pad_batch
 from unified_ddp.jax.schema import param_specs as param_specs
-from unified_ddp.jax.train_step import TrainState as TrainState
-from unified_ddp.jax.train_step import TrainStep as TrainStep
+from unified_ddp.jax.step.placement import pad_batch as pad_batch
+from unified_ddp.jax.step.train_step import TrainState as TrainState
+from unified_ddp.jax.step.train_step import TrainStep as TrainStep
 
 __all__ = [
     "CommHook",

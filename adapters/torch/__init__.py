@@ -5,11 +5,11 @@ try:
 except ImportError as error:
     raise ImportError("unified_ddp.torch needs PyTorch; install it with: pip install 'unified_ddp[torch]'") from error
 
+from unified_ddp.torch.comm_hooks.shared import HookState, shared_hook
 from unified_ddp.torch.ddp import DistributedDataParallel
-from unified_ddp.torch.grad_bucket import GradBucket
 from unified_ddp.torch.install import Installation, install
-from unified_ddp.torch.shared_hooks import HookState, shared_hook
-from unified_ddp.torch.sync_batchnorm import SyncBatchNorm
+from unified_ddp.torch.module.sync_batchnorm import SyncBatchNorm
+from unified_ddp.torch.reduction.bucket import GradBucket
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks before anything is broadcast, for `unified_ddp.construction` to compare."""
+"""What must be equal on all ranks before anything is broadcast, for `unified_ddp.ranks.construction` to compare."""
 
 from collections.abc import Collection, Iterator
 from typing import Any

@@ -15,24 +15,24 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
-from unified_ddp.construction import check_construction
 from unified_ddp.errors import UnusedParameterError
 from unified_ddp.plan import BucketPlan
+from unified_ddp.ranks.construction import check_construction
 from unified_ddp.torch import options as opts
-from unified_ddp.torch.comm_hooks import must_run_alone, working_hook
+from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.construction import describe
 from unified_ddp.torch.extensions import DDPExtensions
-from unified_ddp.torch.gradient_reducer import GradientReducer, ReducerOptions
-from unified_ddp.torch.hooks import CommHook, check_comm_hook, hook_name
-from unified_ddp.torch.join import DDPJoinHook
-from unified_ddp.torch.logging_data import DDPLogger, module_facts
-from unified_ddp.torch.members import DDPMembers
-from unified_ddp.torch.mixed_precision import MixedPrecision
-from unified_ddp.torch.module_watch import ModuleWatch
-from unified_ddp.torch.post_reduction import PostReductionHooks
-from unified_ddp.torch.progress import Progress
+from unified_ddp.torch.module.watch import ModuleWatch
+from unified_ddp.torch.parity.join import DDPJoinHook
+from unified_ddp.torch.parity.logging_data import DDPLogger, module_facts
+from unified_ddp.torch.parity.members import DDPMembers
+from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook, hook_name
+from unified_ddp.torch.reduction.gradient_reducer import GradientReducer, ReducerOptions
+from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
+from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
+from unified_ddp.torch.reduction.progress import Progress
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.torch.schema import reduced_parameters
-from unified_ddp.torch.transport import ProcessGroupTransport
 from unified_ddp.weak import weak_call
 
 __all__ = ["DistributedDataParallel"]

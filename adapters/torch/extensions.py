@@ -8,17 +8,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unified_ddp.errors import ReductionError
-from unified_ddp.torch.replicas import check_replicas
-from unified_ddp.torch.scaling import WeightedScaling
+from unified_ddp.torch.module.replicas import check_replicas
+from unified_ddp.torch.reduction.scaling import WeightedScaling
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import _JoinConfig
 
-    from unified_ddp.torch.gradient_reducer import GradientReducer
-    from unified_ddp.torch.module_watch import ModuleWatch
-    from unified_ddp.torch.post_reduction import PostReductionHook, PostReductionHooks
-    from unified_ddp.torch.progress import Progress
-    from unified_ddp.torch.transport import ProcessGroupTransport
+    from unified_ddp.torch.module.watch import ModuleWatch
+    from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
+    from unified_ddp.torch.reduction.post_reduction import PostReductionHook, PostReductionHooks
+    from unified_ddp.torch.reduction.progress import Progress
+    from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 __all__ = ["DDPExtensions"]
 

@@ -14,7 +14,7 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
-from unified_ddp.torch.scaling import REDUCTIONS
+from unified_ddp.torch.reduction.scaling import REDUCTIONS
 
 __all__ = [
     "BucketCaps",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unified_ddp import BucketPlan, ParamSpec
-from unified_ddp.compare import (
+from unified_ddp.equivalence.compare import (
     ComparisonError,
     compare_arrays,
     compare_gradients,

@@ -1,6 +1,6 @@
 import pytest
 
-from unified_ddp.roll_call import RollCall, Sign
+from unified_ddp.ranks.roll_call import RollCall, Sign
 
 
 class Store:

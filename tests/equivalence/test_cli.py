@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from unified_ddp.cli import app
-from unified_ddp.verify.config import Dtype, Fault, Side, VerifyConfig
+from unified_ddp.equivalence.demo.config import Dtype, Fault, Side, VerifyConfig
 
 
 def test_help_loads_neither_framework():

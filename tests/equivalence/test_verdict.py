@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from unified_ddp import BucketPlan, ParamSpec
-from unified_ddp.verify import Side, VerifyConfig
-from unified_ddp.verify.diagnose import StepEvidence, explain
-from unified_ddp.verify.exchange import StepRecord
-from unified_ddp.verify.report import describe, sparkline
-from unified_ddp.verify.verdict import Judge, oracle
+from unified_ddp.equivalence.demo import Side, VerifyConfig
+from unified_ddp.equivalence.demo.diagnose import StepEvidence, explain
+from unified_ddp.equivalence.demo.exchange import StepRecord
+from unified_ddp.equivalence.demo.report import describe, sparkline
+from unified_ddp.equivalence.demo.verdict import Judge, oracle
 
 NAMES = ("a", "b", "c")
 PLAN = BucketPlan([ParamSpec(name, [4], "float32") for name in NAMES], [[2], [1, 0]])

@@ -29,7 +29,7 @@ def test_float32_passes_and_reports_everything(tmp_path):
     assert outcome.status == 0, outcome.out + outcome.error
     assert "PASS" in outcome.out
     report = outcome.report
-    assert report["format"] == "unified_ddp.verify.1"
+    assert report["format"] == "unified_ddp.equivalence.demo.1"
     assert report["ok"]
     assert report["findings"] == []
     assert worst(report, CROSS) <= 1e-5

@@ -8,7 +8,7 @@ import pytest
 
 from unified_ddp.hooks import AllReduce, Compressed, LossyHook, Noop, PowerSGD, Quantize8, SharedHook, TopK
 from unified_ddp.hooks.host import NumpyOps, reduce_on_host
-from unified_ddp.hooks.orthogonal import gram_schmidt
+from unified_ddp.hooks.orthogonalization import gram_schmidt
 from unified_ddp.hooks.protocol import BucketLayout, Sum
 from unified_ddp.hooks.random import _threefry, normal
 

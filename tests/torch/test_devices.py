@@ -8,7 +8,7 @@ import pytest
 from support import device_cases as cases
 from support import jax_replicas
 
-from unified_ddp.torch.transport import ProcessGroupTransport
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 # what test_gradients, test_features and test_torchs_hooks do not run in this form already
 RUNS: list[tuple[str, dict[str, Any]]] = [

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from unified_ddp.torch import DistributedDataParallel
-from unified_ddp.torch.hooks import FutureReduction, WorkReduction
-from unified_ddp.torch.transport import ProcessGroupTransport
+from unified_ddp.torch.reduction.comm_hook import FutureReduction, WorkReduction
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 pytestmark = [
     pytest.mark.gpu,

@@ -362,14 +362,14 @@ def test_autograd_grad_leaves_gradients_alone(world: Callable[[int], Any]) -> No
 
 
 def case_engine_tells_nothing(rank: int, world_size: int) -> None:
-    from unified_ddp.torch import _engine
+    from unified_ddp.torch.reduction import autograd
 
-    known, _engine._will_execute = _engine._will_execute, None
+    known, autograd._will_execute = autograd._will_execute, None
     try:
         for program in ("two_forwards", "retained", "weight_outside_forward"):
             case_program(rank, world_size, program, {"bucket_cap_mb": 0.0005})
     finally:
-        _engine._will_execute = known
+        autograd._will_execute = known
 
 
 def test_without_the_engines_private_function(world: Callable[[int], Any]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from unified_ddp.errors import ReductionError, ReplicaMismatchError
 from unified_ddp.torch import DistributedDataParallel, replicas
-from unified_ddp.torch.replicas import fingerprint
+from unified_ddp.torch.module.replicas import fingerprint
 
 DTYPES = [
     torch.float32,

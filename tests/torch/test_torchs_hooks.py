@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from unified_ddp.torch import DistributedDataParallel, comm_hooks
+from unified_ddp.torch.comm_hooks import torchs
 
 CAPS = [None, 0.001]
 
@@ -264,6 +265,6 @@ def test_both_versions_of_quantization_send_the_same_levels() -> None:
         observer(values)
         scale, zero = observer.calculate_qparams()
         levels = quantization_hooks._quantize_per_tensor_backend(values, scale, zero)
-        sent = comm_hooks.quantize(values.view(1, -1))
+        sent = torchs.quantize(values.view(1, -1))
         torch.testing.assert_close(sent.scale.view(-1), scale.view(-1))
         assert torch.equal(sent.levels.view(-1), levels)

@@ -9,7 +9,7 @@ import numpy as np
 
 from unified_ddp.hooks.host import NumpyOps
 from unified_ddp.hooks.lossy import LossyHook
-from unified_ddp.hooks.orthogonal import gram_schmidt, unit_columns
+from unified_ddp.hooks.orthogonalization import gram_schmidt, unit_columns
 from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, State, Steps, work_dtype
 from unified_ddp.hooks.random import normal
 

@@ -1,0 +1,1 @@
+"""The JAX side of comparisons between frameworks."""

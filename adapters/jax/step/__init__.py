@@ -1,0 +1,1 @@
+"""`train_step`: a whole jitted training step over all devices and processes."""

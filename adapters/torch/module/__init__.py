@@ -1,0 +1,1 @@
+"""What happens to the wrapped module: changes, buffers, replicas, SyncBatchNorm."""

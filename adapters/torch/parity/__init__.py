@@ -1,0 +1,1 @@
+"""What exists because torch's class and torch's Reducer have it."""

@@ -1,0 +1,1 @@
+"""How gradients are reduced: from the hook on a parameter to its reduced `.grad`."""

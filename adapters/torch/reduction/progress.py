@@ -1,0 +1,143 @@
+"""How far this rank has come in its wrapper's iterations, for errors that must name ranks."""
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from unified_ddp.errors import ReductionError, UnifiedDDPError
+from unified_ddp.ranks.roll_call import RollCall, Sign
+from unified_ddp.ranks.texts import ranks_text
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
+
+__all__ = ["GroupStore", "Progress", "shortened"]
+
+_wrappers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class GroupStore:
+    """The key-value store of a process group, which outlives its connections."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str | None:
+        """Returns what is there, or None."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+class Progress:
+    """Counts this rank's passes, and turns the failure of a collective into an error that names the ranks.
+
+    Args:
+        transport: the ranks, whose process group may change.
+    """
+
+    def __init__(self, transport: ProcessGroupTransport) -> None:
+        self._transport = transport
+        self._name = f"wrapper {next(_wrappers[transport.group.group_name])}"
+        self.forwards = 0
+        self.local_forwards = 0
+        self.backwards = 0
+        self._since = self._started = time.time()
+
+    def forward(self, sync: bool) -> None:
+        """Counts a forward that records gradients."""
+        if sync:
+            self.forwards += 1
+        else:
+            self.local_forwards += 1
+        self._since, self._started = self._started, time.time()
+
+    @property
+    def pass_name(self) -> str:
+        """The synchronising backward pass under way, in words that are the same on every rank."""
+        return f"synchronising backward pass {self.backwards}"
+
+    @property
+    def forward_name(self) -> str:
+        """The synchronising forward under way, in words that are the same on every rank."""
+        return f"synchronising forward {self.forwards}"
+
+    @property
+    def _state(self) -> str:
+        return (
+            f"after {self.forwards} synchronising forwards, {self.local_forwards} under no_sync and {self.backwards} "
+            "synchronising backward passes"
+        )
+
+    def compare_no_sync(self, sync: bool) -> None:
+        """Costs a collective: makes sure that all ranks agree whether this forward is a synchronising one.
+
+        Raises:
+            ReductionError: they do not; on every rank.
+        """
+        phase = f"the comparison of no_sync in forward {self.forwards + self.local_forwards}"
+        with self.waiting(phase, "synchronising" if sync else "under no_sync"):
+            every = self._transport.all_gather_ints(int(sync))
+        syncing = [r for r, answer in enumerate(every) if answer]
+        local = [r for r, answer in enumerate(every) if not answer]
+        if syncing and local:
+            raise ReductionError(
+                f"ranks disagree on no_sync in forward {self.forwards + self.local_forwards}: it is synchronising on "
+                f"{ranks_text(syncing)} and under no_sync on {ranks_text(local)}. Enter and leave no_sync in the same "
+                "iterations on every rank"
+            )
+
+    def leave_sign(self, phase: str, detail: str, error: Exception) -> Sign:
+        """Tells the other ranks, should they ask, what this one met."""
+        sign = Sign(phase, detail, self._state, f"{type(error).__name__}: {error}", time.time())
+        if (call := self._roll_call()) is not None:
+            call.leave(sign)
+        return sign
+
+    def other_signs(self) -> dict[int, Sign | None]:
+        """Returns what the other ranks left since the iteration before; waits a few seconds for them."""
+        call = self._roll_call()
+        return (call.read(self._since) if call is not None else None) or {}
+
+    def failure(self, phase: str, detail: str, error: Exception) -> Exception:
+        """Returns the error to raise for a collective that failed with `error`."""
+        if isinstance(error, UnifiedDDPError):
+            return error
+        sign = self.leave_sign(phase, detail, error)
+        call = self._roll_call()
+        if call is None:
+            return ReductionError(f"{phase}, {detail}, failed on rank {self._transport.rank}: {error}")
+        return ReductionError(call.explain(sign, call.read(self._since)))
+
+    @contextmanager
+    def waiting(self, phase: str, detail: str) -> Iterator[None]:
+        """Names a wait on other ranks.
+
+        Raises:
+            ReductionError: it failed; says which ranks did not arrive.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(phase, detail, error) from error
+
+    def _roll_call(self) -> RollCall | None:
+        group = self._transport.group
+        find = getattr(group, "get_group_store", None)
+        if find is None or self._transport.world_size == 1:
+            return None
+        try:
+            store = find()
+        except RuntimeError:
+            return None  # a group made without one
+        return RollCall(GroupStore(store), self._transport.rank, self._transport.world_size, self._name)
+
+
+def shortened(names: Sequence[str], most: int = 12) -> str:
+    """Returns the names, the first ones only if there are many."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

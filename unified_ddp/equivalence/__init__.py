@@ -1,0 +1,1 @@
+"""Comparison of numbers between ranks and between frameworks."""

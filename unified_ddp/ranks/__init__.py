@@ -1,0 +1,1 @@
+"""What ranks compare and tell each other, beside gradients."""
