@@ -91,6 +91,32 @@ class Progress:
                 "iterations on every rank"
             )
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
+
+    def compare_given_up(self, launched: int) -> list[tuple[int, int]]:
+        """Tells all ranks which pass this one gave up, after how many buckets; returns both by rank."""
+        phase = "the agreement of ranks after an exception in a backward pass"
+        with self.waiting(phase, f"given up: {self.pass_name}"):
+            every = self._transport.all_gather_ints(self.backwards << 32 | launched)
+        return [(value >> 32, value & 0xFFFFFFFF) for value in every]
+
+    def unused_elsewhere(self, error: Exception) -> str:
+        """Tells the other ranks of an error about unused parameters here, and returns what they say of themselves."""
+        phase = f"the check of used parameters in {self.forward_name}"
+        self.leave_sign(phase, "before anything was exchanged", error)
+        lines = []
+        for rank, sign in self.other_signs().items():
+            if sign is not None and sign.phase == phase:
+                lines += [line for line in sign.error.splitlines() if f"grad for rank {rank}: " in line][-1:]
+            else:
+                lines.append(
+                    f"Rank {rank} raised no such error: it had a gradient for every parameter, or is elsewhere"
+                )
+        return "".join(f"\n{line}" for line in lines)
+
     def leave_sign(self, phase: str, detail: str, error: Exception) -> Sign:
         """Tells the other ranks, should they ask, what this one met."""
         sign = Sign(phase, detail, self._state, f"{type(error).__name__}: {error}", time.time())
