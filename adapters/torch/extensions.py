@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.torch.module.replicas import check_replicas
 from unified_ddp.torch.reduction.scaling import WeightedScaling
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import _JoinConfig
 
+    from unified_ddp.ranks.progress import Progress
     from unified_ddp.torch.module.watch import ModuleWatch
     from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
     from unified_ddp.torch.reduction.post_reduction import PostReductionHook, PostReductionHooks
-    from unified_ddp.torch.reduction.progress import Progress
     from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 __all__ = ["DDPExtensions"]
@@ -51,8 +51,9 @@ class DDPExtensions:
         a comm hook loses precision.
 
         Raises:
-            ReductionError: a backward pass is under way, or an exception ended the last one when gradients were half
-                reduced, or ranks without inputs are in a `join` context, where they cannot answer this call.
+            MisuseError: a backward pass is under way, or ranks without inputs are in a `join` context, where they
+                cannot answer this call.
+            ReductionError: an exception ended the last backward pass when gradients were half reduced.
         """
         self._refuse_in_join("sync_gradients()")
         if not self._lazy_init_ran:
@@ -65,7 +66,7 @@ class DDPExtensions:
 
     def _refuse_in_join(self, what: str) -> None:
         if self._join_config.enable:
-            raise ReductionError(
+            raise MisuseError(
                 f"{what} cannot be called inside `join`: ranks that have no inputs left do not answer it. Call it "
                 "outside"
             )
@@ -92,7 +93,7 @@ class DDPExtensions:
 
         Raises:
             ReplicaMismatchError: on every rank, naming the first parameter that differs, and the ranks on each side.
-            ReductionError: it was called inside `join`.
+            MisuseError: it was called inside `join`.
         """
         self._refuse_in_join("check_replicas()")
         ignored = self.parameters_to_ignore
@@ -153,11 +154,11 @@ class DDPExtensions:
 
         Raises:
             TypeError, ValueError: it is no such number.
-            ReductionError: the wrapper was constructed with another `reduction`.
+            MisuseError: the wrapper was constructed with another `reduction`.
         """
         scaling = self.reducer.scaling
         if not isinstance(scaling, WeightedScaling):
-            raise ReductionError(
+            raise MisuseError(
                 "set_weight() needs DistributedDataParallel(..., reduction='weighted_mean'); this one has "
                 f"reduction={self.reduction!r}"
             )

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from unified_ddp.plan import BucketPlan, BucketSpec
+from unified_ddp.ranks.progress import Progress
+from unified_ddp.ranks.texts import shortened
 from unified_ddp.reducer import Reduction
 from unified_ddp.torch.reduction.bucket import GradBucket
 from unified_ddp.torch.reduction.comm_hook import CommHook, DenseReduction, NoReduction, WorkReduction
 from unified_ddp.torch.reduction.mixed_precision import MixedBucketStorage, MixedPrecision
-from unified_ddp.torch.reduction.progress import Progress, shortened
 from unified_ddp.torch.reduction.scaling import Scaling
 from unified_ddp.torch.reduction.sparse import SparseBucketStorage
 from unified_ddp.torch.reduction.storage import BucketStorage, scale_gradient

@@ -17,6 +17,7 @@ from torch import nn
 
 from unified_ddp.errors import ReductionError, UnusedParameterError
 from unified_ddp.plan import BucketPlan
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.reducer import Phase, Reducer
 from unified_ddp.torch.parity.reducer_members import ReducerMembers
 from unified_ddp.torch.planning import initial_plan, rebuilt_plan
@@ -25,7 +26,6 @@ from unified_ddp.torch.reduction.backend import EAGER_BYTES, TorchBackend
 from unified_ddp.torch.reduction.comm_hook import CommHook
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
-from unified_ddp.torch.reduction.progress import Progress
 from unified_ddp.torch.reduction.scaling import SumScaling, make_scaling
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.torch.schema import param_spec
