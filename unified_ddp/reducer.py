@@ -10,16 +10,14 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from unified_ddp._core import Phase, Readiness
 from unified_ddp.errors import PlanError, ReductionError
 from unified_ddp.plan import BucketPlan
+from unified_ddp.ranks.progress import Progress
+from unified_ddp.usage import Usage
 from unified_ddp.weak import weak_call
-
-if TYPE_CHECKING:
-    from unified_ddp.ranks.progress import Progress
-    from unified_ddp.usage import Usage
 
 
 class Reduction(Protocol):

@@ -5,8 +5,9 @@ from typing import Protocol
 
 import jax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.plan import BucketSpec, ParamSpec
+from unified_ddp.ranks.texts import shortened
 
 __all__ = ["CommHook", "JaxBucket", "run_hook"]
 
@@ -55,18 +56,15 @@ def run_hook(hook: CommHook, bucket: JaxBucket) -> jax.Array:
     """Returns what the hook makes of the bucket.
 
     Raises:
-        ReductionError: the result has another shape or dtype than `bucket.buffer`.
+        MisuseError: the result has another shape or dtype than `bucket.buffer`.
     """
     reduced = hook(bucket)
     want = (bucket.buffer.shape, bucket.buffer.dtype)
     if (getattr(reduced, "shape", None), getattr(reduced, "dtype", None)) != want:
         have = jax.typeof(reduced) if isinstance(reduced, jax.Array) else type(reduced).__name__
-        raise ReductionError(
+        raise MisuseError(
             f"the comm hook {getattr(hook, '__name__', hook)!r} returned {have} for bucket {bucket.index} "
-            f"({_some(bucket.parameters)}); return an array of shape {want[0]} and dtype {want[1]}, like bucket.buffer"
+            f"({shortened(bucket.parameters, 3)}); return an array of shape {want[0]} and dtype {want[1]}, like "
+            "bucket.buffer"
         )
     return reduced
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

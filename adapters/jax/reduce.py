@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.protocol import BucketLayout, SharedHook, State
 from unified_ddp.jax.axes import axis_size, checked_axes, varying_axes
 from unified_ddp.jax.hooks import CommHook, JaxBucket, run_hook
 from unified_ddp.jax.packing import alike, pack, unpack
 from unified_ddp.jax.shared_hooks import run_shared_hook
 from unified_ddp.plan import MIB, BucketPlan
+from unified_ddp.ranks.texts import shortened
 
 __all__ = ["LARGE_LEAF_BYTES", "Strategy", "default_strategy", "reduce_buckets", "require_local"]
 
@@ -44,17 +45,16 @@ def default_strategy() -> Strategy:
 
 
 def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[str]) -> None:
-    """Raises ReductionError if the types of gradients say that they are the same on every replica.
+    """Raises MisuseError if the types of gradients say that they are the same on every replica.
 
     Under `shard_map(check_vma=True)` such gradients are sums over the replicas already (or means, or zeros): a second
     reduction of a sum would be wrong by a factor of the number of replicas.
     """
     checked = checked_axes(axes)
-    reduced = [spec.name for spec, grad in zip(plan.params, grads, strict=True) if checked - varying_axes(grad)]
+    reduced = [repr(spec.name) for spec, grad in zip(plan.params, grads, strict=True) if checked - varying_axes(grad)]
     if reduced:
-        more = f" and {len(reduced) - 1} more" if len(reduced) > 1 else ""
-        raise ReductionError(
-            f"the gradient of '{reduced[0]}'{more} does not vary over the mapped axis {', '.join(map(repr, axes))}: "
+        raise MisuseError(
+            f"the gradient of {shortened(reduced, 1)} does not vary over the mapped axis {', '.join(map(repr, axes))}: "
             "under shard_map(check_vma=True) JAX has already summed the gradients of replicated params, or they were "
             "reduced before. Take them with ddp.value_and_grad, or mark the params with ddp.varying(params) before "
             "jax.grad. If they really are local values, such as zeros, mark them with ddp.varying(grads)."
@@ -82,7 +82,7 @@ def reduce_buckets(
         states: of a shared hook, one a bucket.
 
     Raises:
-        ReductionError: there is a hook, and gradients of one bucket vary over different axes by type.
+        MisuseError: there is a hook, and gradients of one bucket vary over different axes by type.
     """
     size = axis_size(axes)
     reduced: list[Any] = [None] * len(grads)
@@ -112,7 +112,7 @@ def _require_alike(local: Sequence[jax.Array], names: Sequence[str]) -> None:
     first, *others = alike(local)
     if others:
         one, other = first[0], others[0][0]
-        raise ReductionError(
+        raise MisuseError(
             f"a comm hook gets a bucket as one array, but the gradient of '{names[one]}' varies over the mapped axes "
             f"{sorted(varying_axes(local[one]))} and that of '{names[other]}', in the same bucket, over "
             f"{sorted(varying_axes(local[other]))}. Reduce those that are split over a model axis by a wrapper of "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum, drive
 from unified_ddp.jax.axes import axis_size, checked_axes, mark_varying
 from unified_ddp.jax.packing import unpack
@@ -44,7 +44,7 @@ def initial_states(hook: Any, layouts: Sequence[BucketLayout]) -> list[State]:
     """Returns a replica's state of each bucket before the first step, as numpy arrays; none has a hook of JAX alone.
 
     Raises:
-        ReductionError: the hook cannot reduce some bucket.
+        MisuseError: the hook cannot reduce some bucket.
     """
     return [hook.init(layout) if isinstance(hook, SharedHook) else {} for layout in layouts]
 
@@ -57,12 +57,12 @@ def local_states(want: Sequence[State], given: Any) -> list[State]:
         given: what the user passed as hook_state; None if nothing.
 
     Raises:
-        ReductionError: there is none, though the hook has state, or it is another hook's or plan's.
+        MisuseError: there is none, though the hook has state, or it is another hook's or plan's.
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(want)]
     if given is None:
         if shapes:
-            raise ReductionError(
+            raise MisuseError(
                 "the comm hook has state, which the step has to take and return: make it with "
                 "ddp.init_hook_state(replicas), pass hook_state=... to value_and_grad or all_reduce, and keep what "
                 "comes back for the next step"
@@ -72,7 +72,7 @@ def local_states(want: Sequence[State], given: Any) -> list[State]:
     have = [jnp.shape(leaf) for leaf in leaves]
     treedef: Any = jax.tree.structure(list(want))
     if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
-        raise ReductionError(
+        raise MisuseError(
             f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
             "on each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
         )

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from unified_ddp.errors import UnusedParameterError
 from unified_ddp.plan import BucketPlan
 from unified_ddp.ranks.construction import check_construction
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.construction import describe
@@ -26,7 +27,6 @@ from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook, hoo
 from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
-from unified_ddp.torch.reduction.progress import Progress
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.torch.schema import reduced_parameters
 from unified_ddp.weak import weak_call
@@ -92,7 +92,7 @@ class AveragingModule(TorchDDP):
 
     def _join_group(self) -> None:
         self._transport = ProcessGroupTransport(self.process_group, self.device)
-        self._progress = Progress(self._transport)
+        self._progress = Progress(self._transport, self._transport.store)
 
     def _init_sync(self) -> None:
         options = self.options.compared()

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
 from unified_ddp.torch.reduction.scaling import SCALINGS
 
+
 def check_delayed(
     module: nn.Module, delayed: Sequence[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> dict[str, nn.Parameter]:

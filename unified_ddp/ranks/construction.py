@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from unified_ddp.errors import ConstructionMismatchError
+from unified_ddp.ranks.group import Gathering
 from unified_ddp.ranks.texts import tell_sides
-from unified_ddp.transport import Gathering
-
-__all__ = ["check_construction", "first_difference"]
 
 
 def check_construction(transport: Gathering, description: dict[str, Any], member: str = "rank") -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from unified_ddp.errors import StallError, UnifiedDDPError
+from unified_ddp.errors import MisuseError, StallError
 
 __all__ = ["ProcessGathering", "ProgressBoard"]
 
@@ -20,7 +20,7 @@ def _client() -> Any:
 
     client = distributed.global_state.client
     if client is None:
-        raise UnifiedDDPError("several processes, but no coordinator: call unified_ddp.jax.initialize() at the start")
+        raise MisuseError("several processes, but no coordinator: call unified_ddp.jax.initialize() at the start")
     return client
 
 

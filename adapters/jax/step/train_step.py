@@ -22,7 +22,7 @@ from unified_ddp.jax.step.processes import ProcessGathering
 from unified_ddp.jax.step.replica_step import ReplicaStep, static_text
 from unified_ddp.jax.step.waiting import Deadline, InFlight
 from unified_ddp.ranks.construction import check_construction
-from unified_ddp.ranks.texts import tell_sides
+from unified_ddp.ranks.texts import shortened, tell_sides
 
 if TYPE_CHECKING:
     from unified_ddp.jax.ddp import DistributedDataParallel
@@ -343,4 +343,4 @@ def _told(batch: Any, weights: Any, rng: Any, static: dict[str, Any]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shortened([repr(name) for name in names], 3)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unified_ddp.plan import BucketPlan, BucketSpec
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.ranks.texts import shortened
 from unified_ddp.reducer import Pass, PassKind, Reduction
 from unified_ddp.torch.reduction.bucket import GradBucket
@@ -17,9 +18,6 @@ from unified_ddp.torch.reduction.scaling import MeanScaling, Share
 from unified_ddp.torch.reduction.sparse import SparseBucketStorage
 from unified_ddp.torch.reduction.storage import BucketStorage, Context
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-
-if TYPE_CHECKING:
-    from unified_ddp.ranks.progress import Progress
 
 EAGER_BYTES = 256 * 1024
 """Gradients from this size on are packed one by one as they come, not fused with others: the copy then costs more than
@@ -55,7 +53,7 @@ class Count:
 
     counts: torch.Tensor
     work: dist.Work
-    progress: "Progress"
+    progress: Progress
 
     def wait(self) -> None:
         """Waits (NCCL: makes the current stream wait)."""
@@ -88,7 +86,7 @@ class TorchBackend:
         scaling: MeanScaling,
         as_views: bool,
         mixed: MixedPrecision | None,
-        progress: "Progress",
+        progress: Progress,
         ended: Callable[[TorchPass], None],
     ) -> None:
         self.progress = progress

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from unified_ddp.weak import weak_call
 
+
 def is_in_use() -> bool:
     """Says whether an RPC agent runs in this process, without which there are no contexts."""
     rpc = torch.distributed.rpc

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from torch import nn
 
 from unified_ddp.errors import MisuseError, UnusedParameterError
 from unified_ddp.plan import BucketPlan, initial_plan, rebuilt_plan
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.reducer import PassKind, Phase, Reducer
+from unified_ddp.torch.options import Options
 from unified_ddp.torch.reduction import autograd, distributed_autograd, timing
 from unified_ddp.torch.reduction.arrivals import Arrivals
 from unified_ddp.torch.reduction.backend import EAGER_BYTES, TorchBackend, TorchPass
@@ -30,10 +32,6 @@ from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.torch.schema import param_spec
 from unified_ddp.usage import Usage
 from unified_ddp.weak import weak_call
-
-if TYPE_CHECKING:
-    from unified_ddp.ranks.progress import Progress
-    from unified_ddp.torch.options import Options
 
 _live: "weakref.WeakSet[GradientReducer]" = weakref.WeakSet()
 
@@ -54,10 +52,10 @@ class GradientReducer:
         self,
         params: Mapping[str, tuple[nn.Parameter, bool]],
         transport: ProcessGroupTransport,
-        options: "Options",
+        options: Options,
         mixed: MixedPrecision | None,
         post_reduction: PostReductionHooks,
-        progress: "Progress",
+        progress: Progress,
     ) -> None:
         self.names = list(params)
         self.params = [p for p, _ in params.values()]

@@ -6,20 +6,18 @@ A `Scaling` lives as long as its reducer; what it settles for one pass is a `Sha
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unified_ddp.errors import MisuseError, ReductionError
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.ranks.texts import ranks_text
 from unified_ddp.torch.reduction import autograd
 from unified_ddp.torch.reduction.storage import LocalGradients
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.weak import weak_call
-
-if TYPE_CHECKING:
-    from unified_ddp.ranks.progress import Progress
-    from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 
 class Share:
@@ -51,8 +49,8 @@ class MeanScaling:
 
     def __init__(
         self,
-        transport: "ProcessGroupTransport",
-        progress: "Progress",
+        transport: ProcessGroupTransport,
+        progress: Progress,
         params: Sequence[torch.Tensor],
         local: LocalGradients,
         touched: Callable[[int], bool],

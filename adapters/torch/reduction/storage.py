@@ -112,7 +112,9 @@ class BucketStorage:
             with torch.no_grad():
                 self._pack_fused(rest, scale, state, context)
 
-    def _pack_fused(self, positions: list[int] | None, scale: float, state: BucketState, context: Context | None) -> None:
+    def _pack_fused(
+        self, positions: list[int] | None, scale: float, state: BucketState, context: Context | None
+    ) -> None:
         into, copied = [], []
         for i in positions if positions is not None else range(len(self.params)):
             view, grad = self.views[i], self.gradient(i, context)
