@@ -107,7 +107,7 @@ class Pass:
 class Backend(Protocol):
     """One framework's side of the reducer. Parameters and buckets are indices into the plan."""
 
-    def begin(self, number: int, kind: PassKind) -> Any:
+    def begin(self, number: int, kind: PassKind, plan: BucketPlan) -> Any:
         """Returns a new pass: a `Pass`, or a subclass of it that holds what this backend keeps of one."""
 
     def has_gradient(self, current: Any, param: int) -> bool:
@@ -241,7 +241,7 @@ class Reducer:
             self._readiness.begin(arrival)  # refuses
         self.agree()
         self.progress.backwards += 1
-        self.current = self._backend.begin(self.progress.backwards, kind)
+        self.current = self._backend.begin(self.progress.backwards, kind, self.plan)
         if used is not None:
             self._tell(used)
         self._readiness.begin(arrival)

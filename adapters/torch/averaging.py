@@ -48,7 +48,7 @@ class AveragingModule(TorchDDP):
     """
 
     # What pickling leaves out, and unpickling makes anew.
-    _left_behind = ("process_group", "reducer", "_mixed", "_transport", "_progress", "_watch")
+    _left_behind: tuple[str, ...] = ("process_group", "reducer", "_mixed", "_transport", "_progress", "_watch")
 
     def __init__(
         self,

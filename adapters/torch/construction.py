@@ -8,8 +8,6 @@ from torch import nn
 
 from unified_ddp.torch.schema import dtype_name
 
-__all__ = ["describe"]
-
 
 def describe(module: nn.Module, ignored: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
     """Returns what must be equal on all ranks, JSON-able: parameters and buffers in order, and options."""

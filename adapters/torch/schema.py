@@ -7,8 +7,6 @@ from torch import nn
 
 from unified_ddp.plan import ParamSpec
 
-__all__ = ["dtype_name", "param_spec", "reduced_parameters"]
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the canonical numpy or ml_dtypes name of a torch dtype."""

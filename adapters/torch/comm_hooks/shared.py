@@ -12,8 +12,6 @@ from unified_ddp.torch.comm_hooks.ops import TorchOps
 from unified_ddp.torch.reduction.bucket import GradBucket
 from unified_ddp.torch.schema import dtype_name
 
-__all__ = ["HookState", "shared_hook"]
-
 
 class HookState:
     """A shared hook and what it remembers of each bucket: `ddp.register_comm_hook(HookState(hook), shared_hook)`.

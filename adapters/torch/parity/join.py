@@ -7,8 +7,6 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 if TYPE_CHECKING:
     from unified_ddp.torch.parity.members import TorchsMembers
 
-__all__ = ["DDPJoinHook"]
-
 
 class DDPJoinHook(JoinHook):
     """Mirrors the collectives of one iteration of the ranks that still have inputs.

@@ -15,7 +15,6 @@ from unified_ddp.torch.schema import dtype_name
 if TYPE_CHECKING:
     from unified_ddp.torch.parity.torchs_reducer import TorchsReducer
 
-__all__ = ["DDPLogger"]
 
 _C_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 _GLOO_VARIABLES = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}

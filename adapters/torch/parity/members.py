@@ -24,6 +24,7 @@ from unified_ddp.torch.reduction.comm_hook import CommHook, builtin_hook, hook_n
 class TorchsMembers(ExtendedModule):
     """Each member does what torch's does, over our reducer."""
 
+    logger: DDPLogger  # type: ignore[assignment]
     _left_behind = (*ExtendedModule._left_behind, "logger")
 
     # Dynamo's python_reducer mode is not supported.

@@ -35,7 +35,7 @@ class Arrivals:
         self._several_devices = len({p.device for p in params}) > 1
         # Holding the nodes keeps each on the stream that is current now.
         self.nodes = [autograd.accumulate_grad_node(p) for p in params]
-        self.handles: list[Any] = [p.register_post_accumulate_grad_hook(hook(i)) for i, p in enumerate(params)]  # type: ignore[arg-type]
+        self.handles: list[Any] = [p.register_post_accumulate_grad_hook(hook(i)) for i, p in enumerate(params)]
         self._hook_ids = [handle.id for handle in self.handles]
 
     def expected(self, forwards: int) -> Arrival:

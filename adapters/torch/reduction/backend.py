@@ -34,6 +34,7 @@ class TorchPass(Pass):
     def __init__(self, number: int, kind: PassKind, plan: BucketPlan, share: Share) -> None:
         super().__init__(number, kind, plan)
         self.share = share
+        self.counting: Count | None = None
         self.context: Context | None = None
         """Reduce these gradients in place, not `.grad`."""
         self.context_id: int | None = None
@@ -104,7 +105,6 @@ class TorchBackend:
 
     def adopt(self, plan: BucketPlan) -> None:
         """Allocates storage for the plan's buckets, and lets the old one go."""
-        self.plan = plan
         self.storages = []
         self._names = [[plan.params[i].name for i in spec.params] for spec in plan.buckets]
         self._place = [(0, 0)] * len(self.params)
@@ -121,9 +121,9 @@ class TorchBackend:
             return MixedBucketStorage(spec, params, self.mixed)
         return BucketStorage(spec, params, self.as_views)
 
-    def begin(self, number: int, kind: PassKind) -> TorchPass:
+    def begin(self, number: int, kind: PassKind, plan: BucketPlan) -> TorchPass:
         """Returns a new pass."""
-        return TorchPass(number, kind, self.plan, self.scaling.begin(joined=kind is PassKind.SHADOW))
+        return TorchPass(number, kind, plan, self.scaling.begin(joined=kind is PassKind.SHADOW))
 
     def has_gradient(self, current: TorchPass | None, param: int) -> bool:
         """Says whether this rank has a gradient for the parameter."""
@@ -206,4 +206,4 @@ class TorchBackend:
         if not self.as_views:
             return []  # .grad is untouched local gradient, which the next reduction takes in
         held = [i for i in current.held if self.params[i].grad is not None]
-        return [self.plan.params[i].name for i in held if torch.count_nonzero(self.params[i].grad)]  # type: ignore[arg-type]
+        return [current.plan.params[i].name for i in held if torch.count_nonzero(self.params[i].grad)]  # type: ignore[arg-type]

@@ -55,7 +55,8 @@ class Contexts:
             self._is_hooked = True
             call = weak_call(self._node_ran)
             handles = [node.register_hook(lambda *_, i=i: call(i)) for i, node in enumerate(self._nodes)]
-            weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+            for handle in handles:
+                weakref.finalize(self, handle.remove)
 
     def _node_ran(self, param: int) -> None:
         self._ran(param, self._context)

@@ -3,8 +3,6 @@
 import torch
 import torch.distributed as dist
 
-__all__ = ["GroupStore", "ProcessGroupTransport"]
-
 
 class GroupStore:
     """The key-value store of a process group, which outlives its connections."""
