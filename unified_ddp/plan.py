@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, plan_buckets, schema_fingerprint
+from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, itemsize_of, plan_buckets, schema_fingerprint
 from unified_ddp.errors import PlanError
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "BucketSpec",
     "ParamSpec",
     "bucket_caps",
+    "itemsize_of",
     "plan_buckets",
     "plan_from_json",
     "plan_in_ready_order",

@@ -21,7 +21,6 @@ from unified_ddp.ranks.construction import check_construction
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
-from unified_ddp.torch.construction import describe
 from unified_ddp.torch.extensions import DDPExtensions
 from unified_ddp.torch.module.watch import ModuleWatch
 from unified_ddp.torch.parity.join import DDPJoinHook
@@ -32,7 +31,7 @@ from unified_ddp.torch.reduction.gradient_reducer import GradientReducer, Reduce
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-from unified_ddp.torch.schema import reduced_parameters
+from unified_ddp.torch.schema import compared_specs, reduced_parameters
 from unified_ddp.weak import weak_call
 
 __all__ = ["DistributedDataParallel"]
@@ -177,7 +176,9 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
         }
         phase = "construction of DistributedDataParallel"
         with self._progress.waiting(phase, "the comparison of models"):
-            check_construction(self._transport, describe(self.module, self.parameters_to_ignore, options))
+            parameters = compared_specs(self.module.named_parameters(), self.parameters_to_ignore)
+            buffers = compared_specs(self.module.named_buffers(), self.parameters_to_ignore)
+            check_construction(self._transport, parameters, buffers, options)
         with self._progress.waiting(phase, "the broadcast of rank 0's state"):
             _sync_module_states(
                 module=self.module,
@@ -245,7 +246,7 @@ class DistributedDataParallel(DDPExtensions, DDPMembers, TorchDDP):  # type: ign
             "static_graph": self.static_graph,
         }
         with self._progress.waiting("the first synchronising forward", "the comparison of hooks"):
-            check_construction(self._transport, {"parameters": [], "buffers": [], "options": options})
+            check_construction(self._transport, [], [], options)
 
     def _follow_module(self) -> None:
         """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""
