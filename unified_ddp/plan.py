@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, plan_buckets, schema_fingerprint
+from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, itemsize_of, plan_buckets, schema_fingerprint
 from unified_ddp.errors import PlanError
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ParamSpec",
     "bucket_caps",
     "initial_plan",
+    "itemsize_of",
     "plan_buckets",
     "plan_from_json",
     "plan_in_ready_order",

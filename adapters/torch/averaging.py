@@ -21,14 +21,13 @@ from unified_ddp.ranks.construction import check_construction
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
-from unified_ddp.torch.construction import describe
 from unified_ddp.torch.module.watch import ModuleWatch
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook, hook_name
 from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-from unified_ddp.torch.schema import reduced_parameters
+from unified_ddp.torch.schema import compared_specs, reduced_parameters
 from unified_ddp.weak import weak_call
 
 
@@ -99,7 +98,9 @@ class AveragingModule(TorchDDP):
         options["parameters with sparse gradients"] = [n for n, (_, sparse) in self._reduced().items() if sparse]
         phase = "construction of DistributedDataParallel"
         with self._progress.waiting(phase, "the comparison of models"):
-            check_construction(self._transport, describe(self.module, self.parameters_to_ignore, options))
+            parameters = compared_specs(self.module.named_parameters(), self.parameters_to_ignore)
+            buffers = compared_specs(self.module.named_buffers(), self.parameters_to_ignore)
+            check_construction(self._transport, parameters, buffers, options)
         with self._progress.waiting(phase, "the broadcast of rank 0's state"):
             _sync_module_states(
                 module=self.module,
@@ -155,7 +156,7 @@ class AveragingModule(TorchDDP):
             "static_graph": self.options.static_graph,
         }
         with self._progress.waiting("the first synchronising forward", "the comparison of hooks"):
-            check_construction(self._transport, {"parameters": [], "buffers": [], "options": options})
+            check_construction(self._transport, [], [], options)
 
     def _follow_changes(self, sync: bool) -> None:
         """Makes another reducer, before a reduction, if the module was changed since."""

@@ -21,7 +21,8 @@ from unified_ddp.jax.step.placement import auto_mesh, host_digests, per_replica,
 from unified_ddp.jax.step.processes import ProcessGathering
 from unified_ddp.jax.step.replica_step import ReplicaStep, static_text
 from unified_ddp.jax.step.waiting import Deadline, InFlight
-from unified_ddp.ranks.construction import check_construction
+from unified_ddp.plan import ParamSpec
+from unified_ddp.ranks.construction import any_spec, check_construction
 from unified_ddp.ranks.texts import shortened, tell_sides
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class TrainStep:
         values = replicate({"params": params, "buffers": buffers}, self.mesh, "the state's")
         if self._several:
             transport = self._gathering("train_step's init")
-            check_construction(transport, self._description(params, buffers), member="process")
+            check_construction(transport, *self._compared(params, buffers), member="process")
             spread = jax.shard_map(
                 self._ddp.sync_buffers, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **self._manual()
             )
@@ -302,8 +303,8 @@ class TrainStep:
             'gradients, look at this batch, or pass on_nonfinite="skip".'
         )
 
-    def _description(self, params: Any, buffers: Any) -> dict[str, Any]:
-        """What must be equal in all processes."""
+    def _compared(self, params: Any, buffers: Any) -> tuple[list[ParamSpec], list[ParamSpec], dict[str, str]]:
+        """Parameters, buffers and options, which must be equal in all processes."""
         options = {
             field.name: getattr(self._replica_step, field.name)
             for field in dataclasses.fields(self._replica_step)
@@ -311,18 +312,14 @@ class TrainStep:
         }
         state = jax.eval_shape(self._optimizer.init, self._ddp.trained(params))
         options |= {"mesh": dict(self.mesh.shape), "jax": jax.__version__, "optimizer_state": _shapes(state)}
-        trained = set(self._ddp.trained_names())
-        return {
-            "parameters": [tensor | {"trainable": tensor["name"] in trained} for tensor in _tensors(params)],
-            "buffers": _tensors(buffers),
-            "options": {name: str(value) for name, value in (options | self._ddp.options()).items()},
-        }
+        told = {name: str(value) for name, value in (options | self._ddp.options()).items()}
+        return _specs(params, set(self._ddp.trained_names())), _specs(buffers, set()), told
 
 
-def _tensors(tree: Any) -> list[dict[str, Any]]:
+def _specs(tree: Any, trained: set[str]) -> list[ParamSpec]:
     return [
-        {"name": leaf_name(path), "shape": list(jnp.shape(leaf)), "dtype": str(jax.typeof(leaf).dtype)}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        any_spec(name, jnp.shape(leaf), str(jax.typeof(leaf).dtype), trainable=name in trained)
+        for name, leaf in ((leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree))
     ]
 
 
