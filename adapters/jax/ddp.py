@@ -11,13 +11,14 @@ from jax import lax
 from jax.sharding import Mesh
 
 from unified_ddp.errors import PlanError
+from unified_ddp.hooks.describe import describe
 from unified_ddp.hooks.protocol import SharedHook
 from unified_ddp.jax.axes import axis_names, axis_size, mark_varying, require_axes
 from unified_ddp.jax.buffers import broadcast
 from unified_ddp.jax.hooks import CommHook
 from unified_ddp.jax.reduce import Strategy, check_strategy, default_strategy, reduce_buckets, require_local
 from unified_ddp.jax.schema import Schema, floating_dtype, frozen_names, plan_of, positions_in, schema_of, without
-from unified_ddp.jax.shared_hooks import describe, initial_states, layouts_of, local_states, stacked_like
+from unified_ddp.jax.shared_hooks import initial_states, layouts_of, local_states, stacked_like
 from unified_ddp.jax.step.replica_step import BufferSync, DivideBy, OnNonfinite, ReplicaStep
 from unified_ddp.jax.step.train_step import TrainStep
 from unified_ddp.plan import BucketPlan, bucket_caps

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from unified_ddp.errors import MisuseError
+from unified_ddp.hooks.describe import describe
 from unified_ddp.jax.axes import axis_names, mark_varying, require_axes
 from unified_ddp.jax.ddp import DistributedDataParallel
-from unified_ddp.jax.shared_hooks import describe
 
 if TYPE_CHECKING:
     import optax
