@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -94,6 +95,18 @@ auto get(const ParamHandle& handle) {
   } else {
     return (*handle.spec.*kGetter)();
   }
+}
+
+// The base of all named errors is made here, where the first of them are.
+void bind_errors(nb::module_& m) {
+  std::string name = nb::cast<std::string>(m.attr("__name__")) + ".UnifiedDDPError";
+  nb::object base = nb::steal(PyErr_NewExceptionWithDoc(name.c_str(), "Base of all named errors.", nullptr, nullptr));
+  if (!base.is_valid()) nb::raise_python_error();
+  m.attr("UnifiedDDPError") = base;
+  nb::exception<PlanError>(m, "PlanError", nb::make_tuple(base, nb::handle(PyExc_ValueError))).doc() =
+      "A schema or bucket plan cannot be made from what was given.";
+  nb::exception<ReadinessError>(m, "ReadinessError", nb::make_tuple(base, nb::handle(PyExc_RuntimeError))).doc() =
+      "A gradient came, or a call was made, that the state of the backward pass does not allow.";
 }
 
 using Extents = std::vector<std::int64_t>;
@@ -300,10 +313,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of unified_ddp. It holds names, dtypes, shapes and indices, never tensors.";
   // A program may end while a model, and so its hooks, is still alive: that is no leak to warn of.
   nb::set_leak_warnings(false);
-  nb::exception<PlanError>(m, "PlanError", PyExc_ValueError).doc() =
-      "A schema or bucket plan cannot be made from what was given.";
-  nb::exception<ReadinessError>(m, "ReadinessError", PyExc_RuntimeError).doc() =
-      "A gradient came, or a call was made, that the state of the backward pass does not allow.";
+  bind_errors(m);
   bind_schema(m);
   bind_bucket(m);
   bind_plan(m);

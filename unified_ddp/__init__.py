@@ -6,6 +6,7 @@ The adapters are `unified_ddp.torch` and `unified_ddp.jax`; importing this packa
 from unified_ddp.errors import (
     AxisError,
     ConstructionMismatchError,
+    MisuseError,
     NonFiniteError,
     PlanError,
     ReadinessError,
@@ -32,6 +33,7 @@ __all__ = [
     "BucketPlan",
     "BucketSpec",
     "ConstructionMismatchError",
+    "MisuseError",
     "NonFiniteError",
     "ParamSpec",
     "PlanError",

@@ -7,10 +7,13 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-class PlanError(ValueError):
+class UnifiedDDPError(Exception):
+    """Base of all named errors."""
+
+class PlanError(UnifiedDDPError, ValueError):
     """A schema or bucket plan cannot be made from what was given."""
 
-class ReadinessError(RuntimeError):
+class ReadinessError(UnifiedDDPError, RuntimeError):
     """A gradient came, or a call was made, that the state of the backward pass does not allow."""
 
 @final

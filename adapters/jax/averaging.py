@@ -44,7 +44,7 @@ class GradientAveraging:
 
     Raises:
         PlanError: no leaf can have a gradient, two have one name, or `plan` differs in names, shapes or dtypes.
-        ReductionError: the comm hook cannot reduce some bucket, such as one of complex numbers.
+        MisuseError: the comm hook cannot reduce some bucket, such as one of complex numbers.
         TypeError, ValueError: another argument is wrong.
     """
 
@@ -131,7 +131,7 @@ class GradientAveraging:
         Raises:
             AxisError: (at trace time) the axis is not mapped.
             PlanError: (at trace time) the params differ from the plan in names, shapes or dtypes.
-            ReductionError: (at trace time) the comm hook has state, and `hook_state` is missing or does not fit.
+            MisuseError: (at trace time) the comm hook has state, and `hook_state` is missing or does not fit.
         """
 
         @functools.wraps(loss_fn)
@@ -197,7 +197,7 @@ class GradientAveraging:
         Raises:
             AxisError: the axis is not mapped.
             PlanError: names, shapes or dtypes differ from the plan.
-            ReductionError: under `shard_map(check_vma=True)`, gradients are the same on all replicas by type: they
+            MisuseError: under `shard_map(check_vma=True)`, gradients are the same on all replicas by type: they
                 have been summed or reduced before.
         """
         require_axes(self._axes, "all_reduce")

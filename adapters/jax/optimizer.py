@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.jax.averaging import GradientAveraging
 from unified_ddp.jax.comm_hooks.shared import describe
 from unified_ddp.jax.reduction.axes import axis_names, mark_varying, require_axes
@@ -29,7 +29,7 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
     Raises:
         ImportError: optax is not installed.
         AxisError: (at trace time) the axis is not mapped.
-        ReductionError: (at trace time) types say that gradients are summed over the axis already; or (in `init`) the
+        MisuseError: (at trace time) types say that gradients are summed over the axis already; or (in `init`) the
             comm hook has state, which differs by replica, as the state of an optimizer does not.
     """
     try:
@@ -41,7 +41,7 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
     def averaging(tree: Any) -> GradientAveraging:
         averaging = GradientAveraging(tree, axis_name=axes, **options)
         if jax.tree.leaves(averaging.init_hook_state(1)):
-            raise ReductionError(
+            raise MisuseError(
                 f"the comm hook {describe(options['comm_hook'])} has state of each replica's own, which the state of "
                 "an optimizer, the same on all replicas, cannot hold. Use DistributedDataParallel's train_step, which "
                 "carries it, or its value_and_grad(..., hook_state=...); or take a hook without state"

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, mesh, oracle
 
-from unified_ddp.errors import AxisError, PlanError, ReductionError
+from unified_ddp.errors import AxisError, MisuseError, PlanError
 from unified_ddp.hooks import AllReduce
 from unified_ddp.jax import DistributedDataParallel
 
@@ -43,7 +43,7 @@ def test_hook_and_a_bucket_of_which_some_is_split_over_a_model_axis(hook: Any) -
     mapped = jax.shard_map(
         lambda p: ddp.all_reduce(ddp.varying(p)), mesh=mesh(2, "data", 2, "model"), in_specs=(specs,), out_specs=specs
     )
-    with pytest.raises(ReductionError, match=r"'whole' varies over .*\['data'\] and that of 'split'.*'model'\]"):
+    with pytest.raises(MisuseError, match=r"'whole' varies over .*\['data'\] and that of 'split'.*'model'\]"):
         jax.jit(mapped)({"split": jnp.ones(4), "whole": jnp.ones(4)})
 
 
@@ -72,7 +72,7 @@ def test_wrong_axis_name(mapping: str, name: str) -> None:
 def test_a_second_reduction_of_summed_gradients_is_refused() -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params)
-    with pytest.raises(ReductionError, match=r"gradient of 'dense1.bias' and 7 more does not vary over .* 'data'"):
+    with pytest.raises(MisuseError, match=r"gradient of 'dense1.bias' and 7 more does not vary over .* 'data'"):
         Replicas("checked", 2)(lambda p, b: ddp.all_reduce(jax.grad(loss_fn)(p, b)), params, batch)
 
 
@@ -85,7 +85,7 @@ def test_reducing_twice_is_refused_or_harmless(mapping: str) -> None:
 
     replicas = Replicas(mapping, 2)
     if mapping == "checked":
-        with pytest.raises(ReductionError, match="they were reduced before"):
+        with pytest.raises(MisuseError, match="they were reduced before"):
             replicas(step, params, batch)
     else:
         assert_all_close(replicas(step, params, batch), oracle(loss_fn, params, batch, 2))

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from support.models import MLP, ConvNet, Mixed
 from torch import nn
 
-from unified_ddp.errors import ReductionError, ReplicaMismatchError
-from unified_ddp.torch import DistributedDataParallel, replicas
+from unified_ddp.errors import MisuseError, ReplicaMismatchError
+from unified_ddp.torch import DistributedDataParallel
+from unified_ddp.torch.module import replicas
 from unified_ddp.torch.module.replicas import fingerprint
 
 DTYPES = [
@@ -81,7 +82,7 @@ def case_by_hand(rank: int, world_size: int) -> list[str]:
     conv.module.bn.running_var[2] += float(rank == 0)
     conv.check_replicas()
     messages.append(mismatch(conv, buffers=True))
-    with conv.join(), pytest.raises(ReductionError, match=r"check_replicas\(\) cannot be called inside `join`"):
+    with conv.join(), pytest.raises(MisuseError, match=r"check_replicas\(\) cannot be called inside `join`"):
         conv.check_replicas()
     return messages
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError, ReductionError
 from unified_ddp.torch import DistributedDataParallel
 
 Run = Callable[[nn.Module], Any]
@@ -230,7 +230,7 @@ def case_weight_errors(rank: int, world_size: int, options: dict[str, Any]) -> l
             ddp.set_weight(bad)
     with pytest.raises(TypeError):
         ddp.set_weight(True)
-    with pytest.raises(ReductionError, match="reduction='mean'"):
+    with pytest.raises(MisuseError, match="reduction='mean'"):
         DistributedDataParallel(MLP()).set_weight(1)
     with pytest.raises(ValueError, match="'mean', 'sum', 'weighted_mean', not 'average'"):
         DistributedDataParallel(MLP(), reduction="average")

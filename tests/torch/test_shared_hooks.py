@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.hook_cases import BUCKET_BYTES, HOOKS, SHAPES, STEPS, HostRanks, assert_close, gradients
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks import AllReduce, Compressed, PowerSGD, Quantize8, SharedHook, TopK
 from unified_ddp.hooks.protocol import BucketLayout
 from unified_ddp.plan import MIB
@@ -158,14 +158,14 @@ def test_half_precision_gradients(world: Callable[[int], Any], dtype: torch.dtyp
 def case_refused(rank: int, world_size: int) -> None:
     embedding = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
     embedding.register_comm_hook(HookState(TopK()), shared_hook)
-    with pytest.raises(ReductionError, match=r"bucket 0 \(weight\) is a sparse gradient"):
+    with pytest.raises(MisuseError, match=r"bucket 0 \(weight\) is a sparse gradient"):
         embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="takes a hook of"):
         HookState(len)
     complex_model = torch.nn.Linear(2, 2, dtype=torch.complex64)
     ddp = DistributedDataParallel(complex_model)
     ddp.register_comm_hook(HookState(TopK()), shared_hook)
-    with pytest.raises(ReductionError, match=r"TopK .* holds complex64"):
+    with pytest.raises(MisuseError, match=r"TopK .* holds complex64"):
         ddp(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 
 __all__ = ["BucketLayout", "Gather", "Held", "HookBucket", "Ops", "SharedHook", "State", "Steps", "Sum", "drive"]
 
@@ -159,7 +159,7 @@ class SharedHook(abc.ABC):
         """Returns a bucket's state on one rank before the first step, as numpy arrays; empty if it has none.
 
         Raises:
-            ReductionError: the hook cannot reduce such a bucket.
+            MisuseError: the hook cannot reduce such a bucket.
         """
         return {}
 
@@ -194,11 +194,11 @@ def work_dtype(layout: BucketLayout, hook: SharedHook) -> str:
     """Returns the dtype in which a lossy hook computes: float32 for narrower gradients, else their own.
 
     Raises:
-        ReductionError: the gradients are no real numbers.
+        MisuseError: the gradients are no real numbers.
     """
     bits = _BITS.get(layout.dtype)
     if bits is None:
-        raise ReductionError(
+        raise MisuseError(
             f"{type(hook).__name__} reduces real floating-point gradients, but bucket {layout.index} "
             f"({layout.names[0]}, ...) holds {layout.dtype}; use AllReduce for a model with such parameters"
         )

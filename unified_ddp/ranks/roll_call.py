@@ -12,8 +12,6 @@ from typing import Protocol
 
 from unified_ddp.ranks.texts import ranks_text
 
-__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign"]
-
 GRACE_SECONDS = 5.0
 """How long the other ranks' signs are waited for; ranks that wait in one collective fail within moments."""
 

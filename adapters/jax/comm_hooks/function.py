@@ -6,7 +6,7 @@ from typing import Protocol
 
 import jax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.protocol import State
 from unified_ddp.jax.reduction.axes import replica_count
 from unified_ddp.plan import BucketPlan, BucketSpec, ParamSpec
@@ -64,14 +64,14 @@ class FunctionReducer:
         """Returns what the hook makes of a bucket, and the state as it is.
 
         Raises:
-            ReductionError: the result has another shape or dtype than the storage.
+            MisuseError: the result has another shape or dtype than the storage.
         """
         bucket = self._bucket(index, storage, axes)
         reduced = self._hook(bucket)
         want = (storage.shape, storage.dtype)
         if (getattr(reduced, "shape", None), getattr(reduced, "dtype", None)) != want:
             have = jax.typeof(reduced) if isinstance(reduced, jax.Array) else type(reduced).__name__
-            raise ReductionError(
+            raise MisuseError(
                 f"the comm hook {getattr(self._hook, '__name__', self._hook)!r} returned {have} for bucket {index} "
                 f"({shortened(bucket.parameters, 3)}); return an array of shape {want[0]} and dtype {want[1]}, like "
                 "bucket.storage"

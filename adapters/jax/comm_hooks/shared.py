@@ -45,7 +45,7 @@ class SharedReducer:
         reduce_dtype: what floating-point gradients have been cast to; None for their own.
 
     Raises:
-        ReductionError: the hook cannot reduce some bucket.
+        MisuseError: the hook cannot reduce some bucket.
     """
 
     def __init__(self, hook: SharedHook, plan: BucketPlan, reduce_dtype: Any = None) -> None:

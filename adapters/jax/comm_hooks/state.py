@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.protocol import State
 
 
@@ -19,12 +19,12 @@ def local_states(initial: Sequence[State], given: Any) -> list[State]:
         given: what the user passed as hook_state; None if nothing.
 
     Raises:
-        ReductionError: there is none, though the hook has state, or it is another hook's or plan's.
+        MisuseError: there is none, though the hook has state, or it is another hook's or plan's.
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(initial)]
     if given is None:
         if shapes:
-            raise ReductionError(
+            raise MisuseError(
                 "the comm hook has state, which the step has to take and return: make it with "
                 "ddp.init_hook_state(replicas), pass hook_state=... to value_and_grad or all_reduce, and keep what "
                 "comes back for the next step"
@@ -34,7 +34,7 @@ def local_states(initial: Sequence[State], given: Any) -> list[State]:
     have = [jnp.shape(leaf) for leaf in leaves]
     treedef: Any = jax.tree.structure(list(initial))
     if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
-        raise ReductionError(
+        raise MisuseError(
             f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
             "on each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
         )

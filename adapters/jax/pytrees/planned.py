@@ -78,12 +78,17 @@ class PlannedLeaves:
         """The parameters, or their gradients, in the order of the plan."""
         return [self.leaves[position] for position in self.positions]
 
+    @property
+    def trained(self) -> Any:
+        """The tree with None in place of every leaf that is frozen or has no gradient."""
+        return self.alone(self.values)
+
     def replaced(self, values: Sequence[Any]) -> Any:
         """Returns the tree with other values, in the order of the plan."""
         return self._filled(self.leaves, values)
 
     def alone(self, values: Sequence[Any]) -> Any:
-        """Returns the tree with other values, and None in place of every leaf that is frozen or has no gradient."""
+        """Returns the tree of other values, in the order of the plan, with None in place of all other leaves."""
         return self._filled([None] * len(self.leaves), values)
 
     def _filled(self, leaves: list[Any], values: Sequence[Any]) -> Any:

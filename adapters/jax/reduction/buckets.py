@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.protocol import State
 from unified_ddp.jax.reduction.axes import checked_axes, varying_axes
 from unified_ddp.jax.reduction.mean import Strategy, mean
@@ -25,7 +25,7 @@ class BucketReducer(Protocol):
 
 
 def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[str]) -> None:
-    """Raises ReductionError if the types of gradients say that they are the same on every replica.
+    """Raises MisuseError if the types of gradients say that they are the same on every replica.
 
     Under `shard_map(check_vma=True)` such gradients are sums over the replicas already (or means, or zeros): a second
     reduction of a sum would be wrong by a factor of the number of replicas.
@@ -33,7 +33,7 @@ def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[s
     checked = checked_axes(axes)
     reduced = [repr(spec.name) for spec, grad in zip(plan.params, grads, strict=True) if checked - varying_axes(grad)]
     if reduced:
-        raise ReductionError(
+        raise MisuseError(
             f"the gradient of {shortened(reduced, 1)} does not vary over the mapped axis {', '.join(map(repr, axes))}: "
             "under shard_map(check_vma=True) JAX has already summed the gradients of replicated params, or they were "
             "reduced before. Take them with ddp.value_and_grad, or mark the params with ddp.varying(params) before "
@@ -60,7 +60,7 @@ def reduce_buckets(
         states: of the reducer, one a bucket.
 
     Raises:
-        ReductionError: there is a reducer, and gradients of one bucket vary over different axes by type.
+        MisuseError: there is a reducer, and gradients of one bucket vary over different axes by type.
     """
     reduced: list[Any] = [None] * len(grads)
     new_states = list(states)
@@ -82,7 +82,7 @@ def _require_alike(local: Sequence[jax.Array], names: Sequence[str]) -> None:
     first, *others = alike(local)
     if others:
         one, other = first[0], others[0][0]
-        raise ReductionError(
+        raise MisuseError(
             f"a comm hook gets a bucket as one array, but the gradient of '{names[one]}' varies over the mapped axes "
             f"{sorted(varying_axes(local[one]))} and that of '{names[other]}', in the same bucket, over "
             f"{sorted(varying_axes(local[other]))}. Reduce those that are split over a model axis by a wrapper of "

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from unified_ddp.errors import StallError, UnifiedDDPError
+from unified_ddp.errors import MisuseError, StallError
 
 _PREFIX = "unified_ddp"
 _numbers = itertools.count()
@@ -23,7 +23,7 @@ def _store() -> Any:
     except (ImportError, AttributeError):
         return None
     if client is None:
-        raise UnifiedDDPError("several processes, but no coordinator: call unified_ddp.jax.initialize() at the start")
+        raise MisuseError("several processes, but no coordinator: call unified_ddp.jax.initialize() at the start")
     return client
 
 

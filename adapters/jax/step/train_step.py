@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.jax.averaging import GradientAveraging
-from unified_ddp.jax.step.construction import Construction
+from unified_ddp.jax.step.construction import check_processes
 from unified_ddp.jax.step.objective import Objective
 from unified_ddp.jax.step.options import StepOptions
 from unified_ddp.jax.step.placement import auto_mesh, host_digests, per_replica, replicate, split_rows
@@ -94,7 +94,7 @@ class TrainStep:
         """
         with self._own_mesh():
             values = self._copied(replicate({"params": params, "buffers": buffers}, self.mesh, "the state's"))
-            trained = self._trained(values["params"])
+            trained = self._averaging.planned.find(values["params"]).trained
             opt_state = jax.jit(self._optimizer.init, out_shardings=self._state_sharding)(trained)
             counts = replicate((jnp.int32(0), jnp.int32(0)), self.mesh, "counts")
             hook_state = per_replica(self._averaging.init_hook_state, self.mesh, self._averaging.axis_name)
@@ -104,22 +104,20 @@ class TrainStep:
         """Those of process 0, once all are found to be built alike."""
         if not self._several:
             return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_sharding)(values)
-        gathering = ProcessGathering("train_step's init", self._options.timeout or threading.TIMEOUT_MAX)
-        self._construction(**values).check(gathering)
-        sync, axes = self._averaging.sync_buffers, self._averaging.axis_name
-        rest = manual_axes(self.mesh, axes)
-        return jax.jit(jax.shard_map(sync, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **rest))(
-            values
+        averaging, options = self._averaging, self._options.compared() | {"mesh": dict(self.mesh.shape)}
+        check_processes(
+            ProcessGathering("train_step's init", self._options.timeout or threading.TIMEOUT_MAX),
+            values["params"],
+            values["buffers"],
+            jax.eval_shape(self._optimizer.init, averaging.planned.find(values["params"]).trained),
+            averaging.planned.names,
+            options | averaging.compared(),
         )
-
-    def _construction(self, params: Any, buffers: Any) -> Construction:
-        optimizer_state = jax.eval_shape(self._optimizer.init, self._trained(params))
-        options = self._options.compared() | self._averaging.compared() | {"mesh": dict(self.mesh.shape)}
-        return Construction.of(params, buffers, optimizer_state, self._averaging.planned.names, options)
-
-    def _trained(self, params: Any) -> Any:
-        leaves = self._averaging.planned.find(params)
-        return leaves.alone(leaves.values)
+        manual = manual_axes(self.mesh, averaging.axis_name)
+        spread = jax.shard_map(
+            averaging.sync_buffers, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **manual
+        )
+        return jax.jit(spread)(values)
 
     def __call__(
         self, state: TrainState, batch: Any, rng: Any = None, weight: Any = None, **static: Any

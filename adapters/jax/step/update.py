@@ -38,10 +38,9 @@ class Update:
         )
         results = mapped(dataclasses.replace(state, opt_state=None), inputs)
         params = planned.find(state.params)
-        trained = params.alone(params.values)
-        updates, opt_state = self.optimizer.update(results.grads, state.opt_state, trained, value=results.loss)
-        trained = planned.find(optax.apply_updates(trained, updates))
-        new = (params.replaced(trained.values), opt_state, results.buffers, results.hook_state)
+        updates, opt_state = self.optimizer.update(results.grads, state.opt_state, params.trained, value=results.loss)
+        updated = planned.find(optax.apply_updates(params.trained, updates))
+        new = (params.replaced(updated.values), opt_state, results.buffers, results.hook_state)
         skipped, checks = state.skipped, results.checks
         if checks:
             refused = checks.get("uneven", False) | checks.get("apart", False)

@@ -8,8 +8,6 @@ import torch
 
 from unified_ddp.hooks.protocol import Steps
 
-__all__ = ["TorchOps"]
-
 
 class TorchOps:
     """Implements `unified_ddp.hooks.protocol.Ops` on one device. Words of 32 bits are held in int64."""

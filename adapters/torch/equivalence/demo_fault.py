@@ -6,8 +6,6 @@ from torch import Tensor
 
 from unified_ddp.equivalence.demo.config import Fault, VerifyConfig
 
-__all__ = ["FaultyAllReduce"]
-
 
 class FaultyAllReduce:
     """State of the hook: averages every bucket as DDP does, except the one at fault while `active`."""

@@ -20,8 +20,6 @@ from unified_ddp.torch import DistributedDataParallel
 from unified_ddp.torch.equivalence.demo_fault import FaultyAllReduce
 from unified_ddp.torch.equivalence.demo_model import make_model
 
-__all__ = ["run_rank"]
-
 
 def run_rank(exchange: Exchange, config: VerifyConfig, rank: int) -> None:
     """Trains one rank to the end and records each step."""

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["broadcast_buffers"]
-
 
 def broadcast_buffers(
     group: dist.ProcessGroup, module: nn.Module, buffers: Sequence[torch.Tensor], bucket_size: int, source: int

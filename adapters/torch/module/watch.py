@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-__all__ = ["ModuleWatch"]
-
 
 class ModuleWatch:
     """Says whether a module still is what its reducer was made for.

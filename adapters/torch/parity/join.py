@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 if TYPE_CHECKING:
-    from unified_ddp.torch.ddp import DistributedDataParallel
-
-__all__ = ["DDPJoinHook"]
+    from unified_ddp.torch.parity.members import TorchsMembers
 
 
 class DDPJoinHook(JoinHook):
@@ -18,7 +16,7 @@ class DDPJoinHook(JoinHook):
         divide_by_initial_world_size: divide gradients by all ranks; else by those that still have inputs.
     """
 
-    def __init__(self, ddp: "DistributedDataParallel", divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: "TorchsMembers", divide_by_initial_world_size: bool) -> None:
         super().__init__()
         ddp.logger._set_uneven_input_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
@@ -42,4 +40,4 @@ class DDPJoinHook(JoinHook):
         """Takes the model of the rank that joined last, and leaves the context: torch's `Join` does not tell us to."""
         self.ddp._sync_final_model(is_last_joiner)
         self.ddp._join_config = _JoinConfig.construct_disabled_join_config()
-        self.ddp.reducer.backend.set_join_work(None)
+        self.ddp.reducer.scaling.divide_by_joined(None)

@@ -1,9 +1,9 @@
-"""Members of torch's class that its tests and other libraries use, where they touch the reduction."""
+"""What torch's class has beside its reduction, and its tests and other libraries use: members, logging, join."""
 
+import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,40 +11,92 @@ from torch import nn
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from unified_ddp.torch.comm_hooks.optimizer_in_backward import StepOptimizersState, step_optimizers_hook
+from unified_ddp.torch.extensions import ExtendedModule
 from unified_ddp.torch.module.buffers import broadcast_buffers
 from unified_ddp.torch.module.sync_batchnorm import adopt_sync_batchnorm
-from unified_ddp.torch.reduction.comm_hook import CommHook, builtin_hook
-
-if TYPE_CHECKING:
-    from unified_ddp.torch.parity.logging_data import DDPLogger
-    from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
-
-__all__ = ["DDPMembers"]
+from unified_ddp.torch.options import Options
+from unified_ddp.torch.parity.join import DDPJoinHook
+from unified_ddp.torch.parity.logging_data import DDPLogger, module_facts
+from unified_ddp.torch.parity.torchs_reducer import TorchsReducer
+from unified_ddp.torch.reduction.comm_hook import CommHook, builtin_hook, hook_name
 
 
-class DDPMembers:
-    """Mixed into `DistributedDataParallel`; each member does what torch's does, over our reducer."""
+class TorchsMembers(ExtendedModule):
+    """Each member does what torch's does, over our reducer."""
 
-    if TYPE_CHECKING:
-        module: nn.Module
-        reducer: GradientReducer
-        logger: DDPLogger
-        process_group: dist.ProcessGroup
-        device: torch.device
-        static_graph: bool
-        find_unused_parameters: bool
-        gradient_as_bucket_view: bool
-        parameters_to_ignore: set[str]
-        broadcast_bucket_size: int
-        modules_buffers: list[torch.Tensor]
-        _builtin_hook: dist.BuiltinCommHookType | None
-        _module_parameters: list[nn.Parameter]
-        _use_hook: Callable[[CommHook], None]
-        _reduced_parameters: Callable[[], dict[str, tuple[nn.Parameter, bool]]]
+    logger: DDPLogger  # type: ignore[assignment]
+    _left_behind = (*ExtendedModule._left_behind, "logger")
 
     # Dynamo's python_reducer mode is not supported.
     _use_python_reducer = False
     _force_to_disable_cpp_reducer = False
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup, options: Options, *placement: Any) -> None:
+        self._lazy_init_ran = False
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
+        super().__init__(module, process_group, options, *placement)
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "mixed_precision"):
+            setattr(self, name, getattr(options, name))
+        for name in ("skip_all_reduce_unused_params", "batched_grad_copy", "reduction", "check_replicas_every"):
+            setattr(self, name, getattr(options, name))
+        self.bucket_bytes_cap = options.caps.largest
+        self.bucket_bytes_cap_list = list(options.caps.per_bucket)
+        self.bucket_bytes_cap_default = options.caps.is_default
+        self._accum_grad_hooks: list[Any] = []
+        self._ddp_sink_clone = True
+
+    def _make_reducer(self) -> None:
+        self._passing_sync_batchnorm_handle(self.module)
+        super()._make_reducer()
+        if self._builtin_hook is not None:
+            self._register_builtin_comm_hook(self._builtin_hook)
+
+    def _new_reducer(self) -> TorchsReducer:
+        reducer = TorchsReducer(*self._reducer_arguments())
+        self.logger = DDPLogger(reducer)
+        reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            device_ids=self.device_ids or [],
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=self.forward_sync_buffers,
+            static_graph=self.options.static_graph,
+            **module_facts(self.module),
+        )
+        return reducer
+
+    def _use_hook(self, hook: CommHook) -> None:
+        super()._use_hook(hook)
+        self.logger._set_comm_hook_name(hook_name(hook.hook))
+
+    def _prepare_for_forward(self) -> None:
+        self.logger.set_runtime_stats_and_log()
+        super()._prepare_for_forward()
+
+    def _follow_changes(self, sync: bool) -> None:
+        super()._follow_changes(sync)
+        if not self._lazy_init_ran:
+            self._lazy_init()
+
+    def _follow_module(self) -> None:
+        self._lazy_init_ran = False
+        super()._follow_module()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # the optimizers to step in the backward pass belong to the copy's parameters
+        super().__setstate__(state | {"_lazy_init_ran": False})
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Returns the hook with which this module takes part in a `Join` context.
+
+        Args:
+            kwargs: `divide_by_initial_world_size` (True): divide gradients by all ranks, also by those without inputs.
+        """
+        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        if "logger" in self.__dict__:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
 
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
@@ -80,6 +132,7 @@ class DDPMembers:
             return
         self.reducer._set_static_graph()
         self.static_graph = True
+        self.options = dataclasses.replace(self.options, static_graph=True)
         self.logger._set_static_graph()
         if self.find_unused_parameters:
             warnings.warn(
@@ -111,11 +164,11 @@ class DDPMembers:
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Returns the parameters to reduce and, for each, whether its gradient is sparse."""
-        found = self._reduced_parameters()
-        self._assign_modules_buffers()  # type: ignore[attr-defined]
+        found = self._reduced()
+        self._assign_modules_buffers()
         return [p for p, _ in found.values()], [sparse for _, sparse in found.values()]
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Makes SyncBatchNorm layers ours where torch has no implementation of them."""
-        if self.device_type == "cpu":  # type: ignore[attr-defined]
+        if self.device_type == "cpu":
             adopt_sync_batchnorm(module)

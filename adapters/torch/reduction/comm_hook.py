@@ -11,18 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from unified_ddp.torch.reduction.bucket import GradBucket
 
-__all__ = [
-    "CommHook",
-    "DeferredReduction",
-    "DenseReduction",
-    "FutureReduction",
-    "NoReduction",
-    "WorkReduction",
-    "builtin_hook",
-    "check_comm_hook",
-    "hook_name",
-]
-
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
@@ -74,17 +62,6 @@ class DenseReduction:
         """Waits as `WorkReduction` and returns the sum, sparse in the first dimension."""
         self.work.wait()
         return self.dense.to_sparse(1)
-
-
-@dataclass(frozen=True)
-class NoReduction:
-    """A bucket that is left out."""
-
-    storage: torch.Tensor
-
-    def result(self) -> torch.Tensor:
-        """Returns the storage."""
-        return self.storage
 
 
 @dataclass(frozen=True)

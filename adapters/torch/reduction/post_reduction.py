@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["PostReductionHook", "PostReductionHooks"]
-
 PostReductionHook = Callable[[str, nn.Parameter], None]
 
 

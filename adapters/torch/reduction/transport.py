@@ -1,9 +1,22 @@
-"""The core's transport over a torch.distributed process group, whatever its backend."""
+"""The ranks of a torch.distributed process group, whatever its backend: collectives, and the store beside them."""
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ProcessGroupTransport"]
+
+class GroupStore:
+    """The key-value store of a process group, which outlives its connections."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str | None:
+        """Returns what is there, or None."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class ProcessGroupTransport:
@@ -19,6 +32,11 @@ class ProcessGroupTransport:
         self.device = device
 
     @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.group.group_name
+
+    @property
     def rank(self) -> int:
         """This process's rank in the group."""
         return self.group.rank()
@@ -27,6 +45,14 @@ class ProcessGroupTransport:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.group.size()
+
+    def store(self) -> GroupStore | None:
+        """Returns the group's store; None if it was made without one."""
+        find = getattr(self.group, "get_group_store", None)
+        try:
+            return find and GroupStore(find())
+        except RuntimeError:
+            return None
 
     @property
     def backend_name(self) -> str:

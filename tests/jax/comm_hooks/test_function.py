@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.jax import DistributedDataParallel, JaxBucket
 from unified_ddp.plan import MIB
 
@@ -66,5 +66,5 @@ def test_gradients_of_a_bucket_have_their_shapes() -> None:
 def test_wrong_result_of_a_hook_is_named(wrong: Any) -> None:
     params, batch = make_params(), make_batch()
     ddp = DistributedDataParallel(params, comm_hook=wrong)
-    with pytest.raises(ReductionError, match=r"comm hook .* bucket 0 \(unused, scale, head.kernel and 5 more\)"):
+    with pytest.raises(MisuseError, match=r"comm hook .* bucket 0 \(unused, scale, head.kernel and 5 more\)"):
         Replicas("vmap", 2)(lambda p, b: ddp.value_and_grad(loss_fn)(p, b)[1], params, batch)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import Replicas, mesh
 from support.hook_cases import BUCKET_BYTES, HOOKS, SHAPES, STEPS, HostRanks, assert_close, gradients
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
 from unified_ddp.hooks import AllReduce, Noop, PowerSGD, TopK
 from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.jax.comm_hooks.shared import layouts_of
@@ -149,12 +149,12 @@ def test_missing_or_wrong_state_is_named(other: Any, text: str) -> None:
     ddp = make_ddp(TopK(start_step=1))
     given = other and make_ddp(other).init_hook_state(1)
     params = {n: jnp.zeros(shape) for n, shape in SHAPES.items()}
-    with pytest.raises(ReductionError, match=text):
+    with pytest.raises(MisuseError, match=text):
         Replicas("vmap", 2)(lambda p, b: ddp.value_and_grad(loss_fn, hook_state=given)(p, p), params, jnp.zeros(2))
 
 
 def test_complex_parameters_are_refused_by_name() -> None:
     params = {"phase": jax.ShapeDtypeStruct((3,), np.complex64)}
-    with pytest.raises(ReductionError, match=r"PowerSGD .* bucket 0 \(phase, ...\) holds complex64"):
+    with pytest.raises(MisuseError, match=r"PowerSGD .* bucket 0 \(phase, ...\) holds complex64"):
         DistributedDataParallel(params, comm_hook=PowerSGD())
     DistributedDataParallel(params, comm_hook=AllReduce())

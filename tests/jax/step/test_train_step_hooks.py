@@ -13,7 +13,7 @@ from jax_cases import mesh
 from step_cases import assert_same, hook_batch, hook_params, hook_wants, linear_loss, make_step
 from support.hook_cases import BUCKET_BYTES, HOOKS
 
-from unified_ddp.errors import NonFiniteError, ReductionError
+from unified_ddp.errors import MisuseError, NonFiniteError
 from unified_ddp.hooks import AllReduce, TopK
 from unified_ddp.jax import all_reduce_gradients
 from unified_ddp.plan import MIB
@@ -90,7 +90,7 @@ def test_a_hook_without_state_has_none() -> None:
 
 
 def test_the_optax_form_refuses_state() -> None:
-    with pytest.raises(ReductionError, match=r"the comm hook TopK\(.*ratio=0.1.*\) has state .* train_step"):
+    with pytest.raises(MisuseError, match=r"the comm hook TopK\(.*ratio=0.1.*\) has state .* train_step"):
         all_reduce_gradients(comm_hook=TopK(ratio=0.1)).init(hook_params())
     mean = all_reduce_gradients(comm_hook=AllReduce())
     state = mean.init(hook_params())

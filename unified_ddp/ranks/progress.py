@@ -3,46 +3,29 @@
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from unified_ddp.errors import ReductionError, UnifiedDDPError
-from unified_ddp.ranks.roll_call import RollCall, Sign
+from unified_ddp.ranks.group import Group
+from unified_ddp.ranks.roll_call import KeyValueStore, RollCall, Sign
 from unified_ddp.ranks.texts import ranks_text
-from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-
-__all__ = ["GroupStore", "Progress", "shortened"]
 
 _wrappers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-
-
-class GroupStore:
-    """The key-value store of a process group, which outlives its connections."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str) -> None:
-        """Writes."""
-        self._store.set(key, value)
-
-    def get(self, key: str) -> str | None:
-        """Returns what is there, or None."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class Progress:
     """Counts this rank's passes, and turns the failure of a collective into an error that names the ranks.
 
     Args:
-        transport: the ranks, whose process group may change.
+        group: the ranks.
+        store: returns what they all can write to also when their collectives fail; None if there is nothing.
     """
 
-    def __init__(self, transport: ProcessGroupTransport) -> None:
-        self._transport = transport
-        self._name = f"wrapper {next(_wrappers[transport.group.group_name])}"
+    def __init__(self, group: Group, store: Callable[[], KeyValueStore | None]) -> None:
+        self._group = group
+        self._store = store
+        self._name = f"wrapper {next(_wrappers[group.name])}"
         self.forwards = 0
         self.local_forwards = 0
         self.backwards = 0
@@ -81,7 +64,7 @@ class Progress:
         """
         phase = f"the comparison of no_sync in forward {self.forwards + self.local_forwards}"
         with self.waiting(phase, "synchronising" if sync else "under no_sync"):
-            every = self._transport.all_gather_ints(int(sync))
+            every = self._group.all_gather_ints(int(sync))
         syncing = [r for r, answer in enumerate(every) if answer]
         local = [r for r, answer in enumerate(every) if not answer]
         if syncing and local:
@@ -90,6 +73,32 @@ class Progress:
                 f"{ranks_text(syncing)} and under no_sync on {ranks_text(local)}. Enter and leave no_sync in the same "
                 "iterations on every rank"
             )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._group.world_size
+
+    def compare_given_up(self, launched: int) -> list[tuple[int, int]]:
+        """Tells all ranks which pass this one gave up, after how many buckets; returns both by rank."""
+        phase = "the agreement of ranks after an exception in a backward pass"
+        with self.waiting(phase, f"given up: {self.pass_name}"):
+            every = self._group.all_gather_ints(self.backwards << 32 | launched)
+        return [(value >> 32, value & 0xFFFFFFFF) for value in every]
+
+    def unused_elsewhere(self, error: Exception) -> str:
+        """Tells the other ranks of an error about unused parameters here, and returns what they say of themselves."""
+        phase = f"the check of used parameters in {self.forward_name}"
+        self.leave_sign(phase, "before anything was exchanged", error)
+        lines = []
+        for rank, sign in self.other_signs().items():
+            if sign is not None and sign.phase == phase:
+                lines += [line for line in sign.error.splitlines() if f"grad for rank {rank}: " in line][-1:]
+            else:
+                lines.append(
+                    f"Rank {rank} raised no such error: it had a gradient for every parameter, or is elsewhere"
+                )
+        return "".join(f"\n{line}" for line in lines)
 
     def leave_sign(self, phase: str, detail: str, error: Exception) -> Sign:
         """Tells the other ranks, should they ask, what this one met."""
@@ -110,7 +119,7 @@ class Progress:
         sign = self.leave_sign(phase, detail, error)
         call = self._roll_call()
         if call is None:
-            return ReductionError(f"{phase}, {detail}, failed on rank {self._transport.rank}: {error}")
+            return ReductionError(f"{phase}, {detail}, failed on rank {self._group.rank}: {error}")
         return ReductionError(call.explain(sign, call.read(self._since)))
 
     @contextmanager
@@ -126,18 +135,5 @@ class Progress:
             raise self.failure(phase, detail, error) from error
 
     def _roll_call(self) -> RollCall | None:
-        group = self._transport.group
-        find = getattr(group, "get_group_store", None)
-        if find is None or self._transport.world_size == 1:
-            return None
-        try:
-            store = find()
-        except RuntimeError:
-            return None  # a group made without one
-        return RollCall(GroupStore(store), self._transport.rank, self._transport.world_size, self._name)
-
-
-def shortened(names: Sequence[str], most: int = 12) -> str:
-    """Returns the names, the first ones only if there are many."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+        store = self._store() if self._group.world_size > 1 else None
+        return None if store is None else RollCall(store, self._group.rank, self._group.world_size, self._name)

@@ -2,38 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
+from unified_ddp.torch.reduction.backend import TorchPass
 from unified_ddp.torch.reduction.bucket import GradBucket
-
-if TYPE_CHECKING:
-    from unified_ddp.reducer import Reducer
-    from unified_ddp.torch.reduction.backend import TorchBackend
-    from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
-    from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-    from unified_ddp.usage import Usage
-
-__all__ = ["ReducerMembers"]
+from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
 
 
-class ReducerMembers:
-    """Mixed into `GradientReducer`; each member does what torch's does."""
+class TorchsReducer(GradientReducer):
+    """Each member does what torch's does."""
 
-    if TYPE_CHECKING:
-        params: list[nn.Parameter]
-        backend: TorchBackend
-        transport: ProcessGroupTransport
-        usage: Usage
-        core: Reducer
-        rebuilt: bool
-        _observed: list[int] | None
-        logger: Any
+    logger: Any
+    _last_counts: torch.Tensor | None = None
 
     @contextmanager
-    def errors_logged(self) -> Iterator[None]:
+    def errors_noted(self) -> Iterator[None]:
         """Notes errors in the logging data."""
         try:
             yield
@@ -41,7 +26,7 @@ class ReducerMembers:
             self.logger.set_error_and_log(str(error))
             raise
 
-    def _rebuild_buckets(self: "GradientReducer") -> bool:  # type: ignore[misc]
+    def _rebuild_buckets(self) -> bool:
         return self.rebuild_buckets()
 
     def _check_reducer_finalized(self) -> None:
@@ -49,10 +34,14 @@ class ReducerMembers:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Returns on how many ranks each parameter was used in the last backward pass that asked; int32."""
-        counts = self.backend.last_counts
-        if counts is None:
+        if self._last_counts is None:
             return torch.zeros(len(self.params), dtype=torch.int32, device=self.transport.device)
-        return counts
+        return self._last_counts
+
+    def _ended(self, current: TorchPass) -> None:
+        super()._ended(current)
+        if current.counting is not None:
+            self._last_counts = current.counting.counts
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         return [self.backend.zero_bucket(b) for b in range(len(self.backend.storages))]
@@ -66,17 +55,17 @@ class ReducerMembers:
         """Sums a bucket over ranks, without dividing."""
         return self.transport.all_reduce(bucket.buffer()).get_future()
 
-    def _install_post_backward_futures(self: "GradientReducer", futures: list[torch.futures.Future]) -> None:  # type: ignore[misc]
+    def _install_post_backward_futures(self, futures: list[torch.futures.Future]) -> None:
         self._post_backward.extend(futures)
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self.backend.set_join_work(None if use_static_world_size else work)
+        self.scaling.divide_by_joined(None if use_static_world_size else work)
 
-    def _push_all_rebuilt_params(self: "GradientReducer") -> None:  # type: ignore[misc]
+    def _push_all_rebuilt_params(self) -> None:
         if self._observed is None:
             self._observed = list(reversed(range(len(self.params))))
 
-    def _remove_autograd_hooks(self: "GradientReducer") -> None:  # type: ignore[misc]
+    def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()
 
     def graph_is_static(self) -> bool:
@@ -92,20 +81,19 @@ class ReducerMembers:
         return self.usage.unused
 
     def _set_static_graph(self) -> None:
-        with self.errors_logged():
+        with self.errors_noted():
             if self.usage.iterations or self.usage.under_way:
                 raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self.usage.static = True
 
-    def _reset_state(self: "GradientReducer") -> None:  # type: ignore[misc]
+    def _reset_state(self) -> None:
         """Forgets observed orders and iterations, so that buckets are rebuilt."""
-        self.core.abort()
+        self.core.drop()
         self.rebuilt, self._observed = False, None
         self.usage.restart()
 
     def _update_process_group(self, group: Any) -> None:
         self.transport.group = group
-        self.backend.divisor = group.size()
 
     def set_logger(self, logger: Any) -> None:
         """Takes the logger that errors are noted in."""
