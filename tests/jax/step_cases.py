@@ -12,7 +12,7 @@ from support.hook_cases import BUCKET_BYTES, SHAPES, HostRanks, gradients
 
 from unified_ddp.hooks import SharedHook
 from unified_ddp.jax import DistributedDataParallel, TrainStep
-from unified_ddp.jax.shared_hooks import layouts_of
+from unified_ddp.jax.comm_hooks.shared import layouts_of
 from unified_ddp.plan import MIB
 
 RATE = 0.1

@@ -80,8 +80,8 @@ def keys_and_weights() -> dict[str, Any]:
         return each + 0 * loss_fn(params, batch), batch["x"][:, 0]
 
     step = DistributedDataParallel(make_params()).train_step(loss, optax.sgd(0.1), has_aux=True)
-    batch, weights = pad_batch(jax.tree.map(lambda x: x[: 3 * (rank == 0)], own_rows(batches(1, 8)[0])), 4)
-    _, (loss, aux) = step(step.init(make_params()), batch, jax.random.key(5), weights)
+    batch, weight = pad_batch(jax.tree.map(lambda x: x[: 3 * (rank == 0)], own_rows(batches(1, 8)[0])), 4)
+    _, (loss, aux) = step(step.init(make_params()), batch, jax.random.key(5), weight)
     return {"loss": float(loss), "aux": float(aux)}
 
 
@@ -149,7 +149,7 @@ def different() -> dict[str, Any]:
     whole = batch | {"y": batch["y"].astype(np.int32)} if rank else batch
     ones = np.ones(len(batch["x"]), np.float32)
     return {
-        "weights": _error(lambda: weighed(state, batch, weights=ones if rank else None)),
+        "weight": _error(lambda: weighed(state, batch, weight=ones if rank else None)),
         "rng": _error(lambda: step(state, batch, jax.random.key(0) if rank else None)),
         "static": _error(lambda: step(state, batch, train=rank == 0)),
         "dtype": _error(lambda: step(state, whole)),

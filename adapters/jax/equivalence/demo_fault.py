@@ -24,7 +24,7 @@ class FaultyAllReduce:
 
     def __call__(self, bucket: JaxBucket) -> jax.Array:
         """Reduces one bucket."""
-        local = bucket.buffer
+        local = bucket.storage
         if bucket.index == self.config.inject_bucket:
             if self.config.inject is Fault.SKIP_BUCKET:
                 return local

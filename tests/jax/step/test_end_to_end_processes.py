@@ -16,7 +16,7 @@ from support.torchrun import torchrun
 pytestmark = pytest.mark.timeout(300)
 
 PROCESSES = 2
-WORKER = Path(__file__).with_name("step_worker.py")
+WORKER = Path(__file__).parents[1] / "step_worker.py"
 CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "different", "not_finite", "stalls")
 
 
@@ -119,7 +119,7 @@ def test_uneven_data_is_refused_in_every_process(results: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("case", "sides"),
     [
-        ("weights", ["y: [8, 1] float32)", "y: [8, 1] float32, weights: [8] float32)"]),
+        ("weight", ["y: [8, 1] float32)", "y: [8, 1] float32, weight: [8] float32)"]),
         ("rng", ["y: [8, 1] float32)", "y: [8, 1] float32, rng)"]),
         ("static", ["train=True)", "train=False)"]),
         ("dtype", ["y: [8, 1] float32)", "y: [8, 1] int32)"]),

@@ -36,7 +36,7 @@ def test_outside_any_mapped_axis(name: str) -> None:
             call(ddp, params, batch)
 
 
-@pytest.mark.parametrize("hook", [AllReduce(), lambda bucket: jax.lax.pmean(bucket.buffer, bucket.axis_name)])
+@pytest.mark.parametrize("hook", [AllReduce(), lambda bucket: jax.lax.pmean(bucket.storage, bucket.axis_name)])
 def test_hook_and_a_bucket_of_which_some_is_split_over_a_model_axis(hook: Any) -> None:
     ddp = DistributedDataParallel({"split": jnp.ones(2), "whole": jnp.ones(4)}, comm_hook=hook)
     specs = {"split": P("model"), "whole": P()}

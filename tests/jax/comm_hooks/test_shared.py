@@ -16,7 +16,7 @@ from support.hook_cases import BUCKET_BYTES, HOOKS, SHAPES, STEPS, HostRanks, as
 from unified_ddp.errors import MisuseError
 from unified_ddp.hooks import AllReduce, Noop, PowerSGD, TopK
 from unified_ddp.jax import DistributedDataParallel
-from unified_ddp.jax.shared_hooks import layouts_of
+from unified_ddp.jax.comm_hooks.shared import layouts_of
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(200)

@@ -5,18 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from unified_ddp.errors import MisuseError
 from unified_ddp.hooks.collectives import Gather, Steps, Sum, drive
 from unified_ddp.hooks.ops import Ops
 from unified_ddp.hooks.protocol import BucketLayout, HookBucket, SharedHook, State
-from unified_ddp.jax.axes import axis_size, checked_axes, mark_varying
-from unified_ddp.jax.packing import unpack
+from unified_ddp.jax.reduction.axes import checked_axes, mark_varying, replica_count
+from unified_ddp.jax.reduction.packing import unpack
 from unified_ddp.plan import BucketPlan
-
-__all__ = ["initial_states", "layouts_of", "local_states", "run_shared_hook", "stacked_like"]
 
 
 def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout, ...]:
@@ -31,57 +27,28 @@ def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout
     return tuple(layouts)
 
 
-def initial_states(hook: Any, layouts: Sequence[BucketLayout]) -> list[State]:
-    """Returns a replica's state of each bucket before the first step, as numpy arrays; none has a hook of JAX alone.
+class SharedReducer:
+    """Reduces the buckets of a plan by one of `unified_ddp.hooks`.
+
+    Args:
+        hook: what reduces.
+        plan: the buckets.
+        reduce_dtype: what floating-point gradients have been cast to; None for their own.
 
     Raises:
         MisuseError: the hook cannot reduce some bucket.
     """
-    return [hook.init(layout) if isinstance(hook, SharedHook) else {} for layout in layouts]
 
+    def __init__(self, hook: SharedHook, plan: BucketPlan, reduce_dtype: Any = None) -> None:
+        self._hook = hook
+        self._layouts = layouts_of(plan, reduce_dtype)
+        self.initial_states: Sequence[State] = [hook.init(layout) for layout in self._layouts]
 
-def local_states(want: Sequence[State], given: Any) -> list[State]:
-    """Returns this replica's states, without the axis of replicas that shard_map leaves with size 1.
-
-    Args:
-        want: `initial_states`.
-        given: what the user passed as hook_state; None if nothing.
-
-    Raises:
-        MisuseError: there is none, though the hook has state, or it is another hook's or plan's.
-    """
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(want)]
-    if given is None:
-        if shapes:
-            raise MisuseError(
-                "the comm hook has state, which the step has to take and return: make it with "
-                "ddp.init_hook_state(replicas), pass hook_state=... to value_and_grad or all_reduce, and keep what "
-                "comes back for the next step"
-            )
-        given = list(want)
-    leaves = jax.tree.leaves(given)
-    have = [jnp.shape(leaf) for leaf in leaves]
-    treedef: Any = jax.tree.structure(list(want))
-    if jax.tree.structure(given) != treedef or any(h not in (w, (1, *w)) for h, w in zip(have, shapes, strict=True)):
-        raise MisuseError(
-            f"hook_state does not fit the comm hook and plan: it has arrays of shapes {have}, and {shapes} are needed "
-            "on each replica. Make it with ddp.init_hook_state, and give shard_map the spec P(axis) for it"
-        )
-    return jax.tree.unflatten(treedef, [jnp.reshape(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)])
-
-
-def stacked_like(states: Sequence[State], given: Any) -> Any:
-    """Returns the states with the shapes of those that the user passed."""
-    return jax.tree.map(lambda state, like: jnp.reshape(state, jnp.shape(like)), list(states), given)
-
-
-def run_shared_hook(
-    hook: SharedHook, state: State, layout: BucketLayout, buffer: jax.Array, axes: tuple[str, ...]
-) -> tuple[jax.Array, State]:
-    """Returns the reduced bucket, and the new state typed as varying over the axes."""
-    bucket = HookBucket(layout, buffer, axis_size(axes), JaxOps(axes))
-    reduced, state = _run(hook(state, bucket), axes)
-    return reduced, mark_varying(state, axes)
+    def reduce(self, index: int, storage: jax.Array, state: State, axes: tuple[str, ...]) -> tuple[jax.Array, State]:
+        """Returns the reduced bucket, and the new state typed as varying over the axes."""
+        bucket = HookBucket(self._layouts[index], storage, replica_count(axes), JaxOps(axes))
+        reduced, state = _run(self._hook(state, bucket), axes)
+        return reduced, mark_varying(state, axes)
 
 
 def _run(steps: Steps, axes: tuple[str, ...]) -> Any:

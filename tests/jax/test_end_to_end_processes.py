@@ -20,7 +20,7 @@ from step_cases import hook_params
 from support.hook_cases import BUCKET_BYTES, HOOKS, STEPS, HostRanks, assert_close, gradients
 
 from unified_ddp.jax import DistributedDataParallel
-from unified_ddp.jax.shared_hooks import layouts_of
+from unified_ddp.jax.comm_hooks.shared import layouts_of
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,7 +38,7 @@ def _free_port() -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote; the processes run once for all tests."""
     folder = tmp_path_factory.mktemp("processes")
-    worker = Path(__file__).with_name("process_worker.py")
+    worker = Path(__file__).with_name("processes_worker.py")
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile much and compute little
     port, files = _free_port(), [folder / f"{rank}.pickle" for rank in range(PROCESSES)]

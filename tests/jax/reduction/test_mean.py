@@ -8,9 +8,9 @@ import pytest
 from jax_cases import Replicas, loss_fn, make_batch, make_params
 
 from unified_ddp.jax import DistributedDataParallel
-from unified_ddp.jax import schema as schema_module
-from unified_ddp.jax.packing import pack, unpack
-from unified_ddp.jax.reduce import LARGE_LEAF_BYTES, PACKED_BYTES
+from unified_ddp.jax.pytrees import planned as schema_module
+from unified_ddp.jax.reduction.mean import LARGE_LEAF_BYTES
+from unified_ddp.jax.reduction.packing import PACKED_BYTES, pack, unpack
 from unified_ddp.plan import MIB
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,7 +51,7 @@ def test_large_leaf_is_not_copied_into_flat_storage() -> None:
 
 
 @pytest.mark.usefixtures("full_optimisation")
-@pytest.mark.parametrize("hook", [None, lambda bucket: jax.lax.pmean(bucket.buffer, bucket.axis_name)])
+@pytest.mark.parametrize("hook", [None, lambda bucket: jax.lax.pmean(bucket.storage, bucket.axis_name)])
 @pytest.mark.parametrize("cap", [25, 7])
 def test_what_is_packed_waits_for_what_was_reduced(cap: float, hook: Any) -> None:
     """XLA on CPU would merge the all-reduces, and everything would be packed at once."""

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from unified_ddp.jax.packing import alike, pack, unpack
-from unified_ddp.jax.reduce import Strategy
-
-__all__ = ["broadcast"]
+from unified_ddp.jax.reduction.mean import Strategy
+from unified_ddp.jax.reduction.packing import alike, pack, unpack
 
 
 def broadcast(tree: Any, axes: tuple[str, ...], source: int | jax.Array, strategy: Strategy) -> Any:

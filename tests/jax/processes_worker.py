@@ -11,7 +11,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, initialization_timeout=60)
 
-sys.path.append(str(Path(__file__).parents[1]))  # for what tests of all folders share
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # a safe path has neither
 import processes_hooks  # noqa: E402
 import processes_pmap  # noqa: E402
 import processes_shard_map  # noqa: E402

@@ -91,8 +91,8 @@ def _per_row(params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "options", "arguments", "buffers", "message"),
     [
-        (_per_row, {}, {}, None, r"returned a loss of shape \(4,\); return the mean over the batch, or pass weights"),
-        (loss_fn, {}, {"weights": np.ones(8)}, None, r"weights of shape \(4,\) a microbatch, the loss must have that"),
+        (_per_row, {}, {}, None, r"returned a loss of shape \(4,\); return the mean over the batch, or pass weight="),
+        (loss_fn, {}, {"weight": np.ones(8)}, None, r"a weight of shape \(4,\) a microbatch, the loss must have that"),
         (loss_fn, {"has_aux": True}, {}, None, r"is to return \(loss, aux\), but it returned one"),
         (lambda p, b: (loss_fn(p, b), {}), {}, {}, None, r"the loss alone, but it returned 2 values; has_aux=True is"),
         (lambda p, b, buffers: loss_fn(p, b), {}, {}, jnp.ones(2), r"is to return \(loss, buffers\)"),
@@ -131,7 +131,7 @@ def test_what_a_step_takes() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"divide_by": "ranks"}, ValueError, "divide_by takes 'weights', 'active_replicas', 'replicas', not 'ranks'"),
+        ({"reduction": "sum"}, ValueError, "reduction takes 'weighted_mean', 'mean', not 'sum'"),
         ({"buffer_sync": "sum"}, ValueError, "buffer_sync takes"),
         ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite takes"),
         ({"accumulate": 0}, ValueError, "accumulate takes a number of microbatches, 1 or more, not 0"),

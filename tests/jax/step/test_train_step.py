@@ -40,28 +40,30 @@ def test_steps_are_plain_steps(size: int, strategy: Any, accumulate: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("divide_by", "accumulate"), [("weights", 1), ("weights", 2), ("active_replicas", 2), ("replicas", 1)]
+    ("reduction", "initial", "accumulate"),
+    [("weighted_mean", True, 1), ("weighted_mean", False, 2), ("mean", False, 2), ("mean", True, 1)],
 )
-def test_weights(divide_by: Any, accumulate: int) -> None:
+def test_weights(reduction: Any, initial: bool, accumulate: int) -> None:
     """Four replicas: one without any weight, the others with different ones."""
     params, batch = make_params(), batches(1, 16)[0]
-    weights = np.array([1, 1, 1, 1, 0.5, 2, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0], np.float32)
+    weight = np.array([1, 1, 1, 1, 0.5, 2, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0], np.float32)
 
     def each(params: Any, batch: Any) -> Any:
         return jax.vmap(lambda x, y: loss_fn(params, {"x": x[None], "y": y[None]}))(batch["x"], batch["y"])
 
     def objective(params: Any) -> Any:
-        terms, w = (each(params, batch) * weights).reshape(4, 4).sum(1), weights.reshape(4, 4).sum(1)
-        if divide_by == "weights":
+        terms, w = (each(params, batch) * weight).reshape(4, 4).sum(1), weight.reshape(4, 4).sum(1)
+        if reduction == "weighted_mean":
             return terms.sum() / w.sum()
-        return (terms / np.where(w > 0, w, 1)).sum() / (3 if divide_by == "active_replicas" else 4)
+        return (terms / np.where(w > 0, w, 1)).sum() / (4 if initial else 3)
 
     def loss(params: Any, batch: Any) -> Any:
         losses = each(params, batch)
         return losses, {"doubled": 2 * losses}
 
-    step = make_step(params, loss, 4, optax.sgd(1.0), divide_by=divide_by, accumulate=accumulate, has_aux=True)
-    state, [(value, aux)] = run(step, params, [batch], weights=weights)
+    options = {"reduction": reduction, "divide_by_initial_world_size": initial, "accumulate": accumulate}
+    step = make_step(params, loss, 4, optax.sgd(1.0), has_aux=True, **options)
+    state, [(value, aux)] = run(step, params, [batch], weight=weight)
     assert_same(jax.tree.map(jnp.subtract, params, state.params), jax.grad(objective)(params), 1e-4)
     np.testing.assert_allclose(value, objective(params), rtol=1e-5)
     np.testing.assert_allclose(aux["doubled"], 2 * value, rtol=1e-6)
@@ -69,23 +71,23 @@ def test_weights(divide_by: Any, accumulate: int) -> None:
 
 def test_every_example_counts_the_same_in_a_batch_that_was_filled_up() -> None:
     params, whole = {"w": jnp.array([0.5, -1.0, 2.0])}, batches(1, 5)[0]
-    batch, weights = pad_batch({"x": np.asarray(whole["x"])}, 8)
-    assert weights.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    batch, weight = pad_batch({"x": np.asarray(whole["x"])}, 8)
+    assert weight.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
 
     def each(params: Any, batch: Any) -> Any:
         return jnp.log(jnp.abs(batch["x"] @ params["w"]))  # not finite for rows of zeros
 
     step = make_step(params, each, 4, optax.sgd(1.0))
-    state, _ = run(step, params, [batch], weights=weights)
+    state, _ = run(step, params, [batch], weight=weight)
     want = jax.grad(lambda p: each(p, whole).mean())(params)
     assert_same(jax.tree.map(jnp.subtract, params, state.params), want, 1e-4)
 
 
 def test_a_batch_of_nothing_changes_nothing() -> None:
     params = make_params()
-    batch, weights = pad_batch(jax.tree.map(lambda x: np.asarray(x)[:0], make_batch()), 8)
+    batch, weight = pad_batch(jax.tree.map(lambda x: np.asarray(x)[:0], make_batch()), 8)
     step = make_step(params, lambda p, b: jnp.ones(len(b["x"])) * loss_fn(p, b), 2, optax.sgd(1.0))
-    state, [loss] = run(step, params, [batch], weights=weights)
+    state, [loss] = run(step, params, [batch], weight=weight)
     assert_same(state.params, params, 0)
     assert loss == 0
 
@@ -96,7 +98,7 @@ def test_padding_that_a_loss_cannot_take_is_harmless(accumulate: int) -> None:
     params = {"scale": jnp.float32(3)}
     step = make_step(params, lambda p, b: p["scale"] * jnp.log(b), 2, optax.sgd(1.0), accumulate=accumulate)
     batch = np.array([2, 3, 2, 3, 0, 0, 0, 0], np.float32)[:: -1 if accumulate > 1 else 1]
-    state, [loss] = run(step, params, [batch], weights=(batch > 0).astype(np.float32))
+    state, [loss] = run(step, params, [batch], weight=(batch > 0).astype(np.float32))
     mean = np.log([2.0, 3.0]).mean()
     np.testing.assert_allclose([loss, state.params["scale"]], [3 * mean, 3 - mean], rtol=1e-5)
 
@@ -132,9 +134,9 @@ def test_buffers_of_padding_are_not_taken(buffer_sync: Any, accumulate: int) -> 
         return loss * jnp.ones(len(batch["x"])), buffers
 
     params, [batch] = make_params(), batches(1, 16)
-    weights = np.array([0] * 4 + [1, 1, 0, 0] + [1] * 4 + [0] * 4, np.float32)
+    weight = np.array([0] * 4 + [1, 1, 0, 0] + [1] * 4 + [0] * 4, np.float32)
     step = make_step(params, with_norm, 4, buffer_sync=buffer_sync, accumulate=accumulate)
-    state, _ = run(step, params, [batch], {"mean": jnp.float32(1), "count": jnp.int32(0)}, weights=weights)
+    state, _ = run(step, params, [batch], {"mean": jnp.float32(1), "count": jnp.int32(0)}, weight=weight)
     rows = np.split(np.asarray(batch["x"]), 4)
     own = {1: 1.0, 2: 1.0}
     for replica in own:
@@ -144,7 +146,7 @@ def test_buffers_of_padding_are_not_taken(buffer_sync: Any, accumulate: int) -> 
     mean = own[1] if buffer_sync == "broadcast" else sum(own.values()) / 2
     np.testing.assert_allclose(state.buffers["mean"], mean, rtol=1e-5)
     assert state.buffers["count"] == 1
-    nothing = step(state, batch, weights=np.zeros(16, np.float32))[0]
+    nothing = step(state, batch, weight=np.zeros(16, np.float32))[0]
     assert_same(nothing.buffers, state.buffers, 0)
 
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def mean_hook(bucket: JaxBucket) -> Any:
-    return lax.psum(bucket.buffer, bucket.axis_name) / bucket.axis_size
+    return lax.psum(bucket.storage, bucket.axis_name) / bucket.axis_size
 
 
 def compressed_hook(bucket: JaxBucket) -> Any:
-    return lax.psum(bucket.buffer.astype(jnp.bfloat16) / bucket.axis_size, bucket.axis_name).astype(jnp.float32)
+    return lax.psum(bucket.storage.astype(jnp.bfloat16) / bucket.axis_size, bucket.axis_name).astype(jnp.float32)
 
 
 @pytest.mark.parametrize(("hook", "tolerance"), [(mean_hook, 1e-5), (compressed_hook, 2e-2)])
@@ -42,7 +42,7 @@ def test_hook_reduces_every_bucket(pair: Replicas, hook: Any, tolerance: float) 
     ]
     assert {bucket.axis_name for bucket in seen} == {("data",)}
     for bucket, spec in zip(seen, plan.buckets, strict=True):
-        assert bucket.buffer.shape == (spec.numel,)
+        assert bucket.storage.shape == (spec.numel,)
 
 
 def test_gradients_of_a_bucket_have_their_shapes() -> None:
@@ -60,7 +60,7 @@ def test_gradients_of_a_bucket_have_their_shapes() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda b: b.buffer[1:], lambda b: b.buffer.astype(jnp.bfloat16), lambda b: None],
+    [lambda b: b.storage[1:], lambda b: b.storage.astype(jnp.bfloat16), lambda b: None],
     ids=["shape", "dtype", "none"],
 )
 def test_wrong_result_of_a_hook_is_named(wrong: Any) -> None:

@@ -14,8 +14,6 @@ from jax import lax
 
 from unified_ddp.errors import AxisError
 
-__all__ = ["axis_names", "axis_size", "checked_axes", "mark_varying", "require_axes", "varying_axes"]
-
 
 def axis_names(axis_name: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the axis names as a tuple.
@@ -50,7 +48,7 @@ def require_axes(names: Sequence[str], what: str) -> None:
             )
 
 
-def axis_size(names: Sequence[str]) -> int:
+def replica_count(names: Sequence[str]) -> int:
     """Returns the number of replicas: the product of the sizes of the axes, which must be in scope."""
     return math.prod(lax.axis_size(name) for name in names)
 
