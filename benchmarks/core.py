@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unified_ddp import BucketPlan, ParamSpec, bucket_caps, plan_in_ready_order, plan_to_json, schema_fingerprint
+from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.reducer import Pass, PassKind, Reducer
 from unified_ddp.usage import Usage
@@ -77,7 +78,9 @@ def bench_plan(table: Table, repeats: int = 30) -> None:
 def make_reducer(count: int) -> Reducer:
     plan = plan_in_ready_order(specs(count), bucket_caps())
     usage = Usage([p.name for p in plan.params], (), find_unused=False, static=False)
-    return Reducer(plan, NoBackend(), lambda: None, usage=usage, progress=Progress(OneRank(), lambda: None))
+    progress = Progress(OneRank(), lambda: None)
+    control = Control(lambda: None, progress)
+    return Reducer(plan, NoBackend(), lambda: None, usage=usage, progress=progress, control=control)
 
 
 def bench_hook(table: Table, repeats: int = 50) -> None:

@@ -10,6 +10,7 @@ __all__ = [
     "ConstructionMismatchError",
     "MisuseError",
     "NonFiniteError",
+    "OutOfStepError",
     "PlanError",
     "ReadinessError",
     "ReductionError",
@@ -39,6 +40,10 @@ class MisuseError(UnifiedDDPError, RuntimeError):
 
 class ReductionError(UnifiedDDPError, RuntimeError):
     """A reduction failed, or gradients were lost as a backward pass was left before its reduction ended."""
+
+
+class OutOfStepError(ReductionError):
+    """Ranks were about to do different things together. Raised on every rank, before anything was communicated."""
 
 
 class ReplicaMismatchError(UnifiedDDPError, RuntimeError):

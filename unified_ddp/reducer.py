@@ -10,12 +10,14 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from unified_ddp._core import Phase, Readiness
 from unified_ddp.errors import PlanError, ReductionError
 from unified_ddp.plan import BucketPlan
+from unified_ddp.ranks.control import Control, Event, Step
 from unified_ddp.ranks.progress import Progress
+from unified_ddp.ranks.texts import shortened
 from unified_ddp.usage import Usage
 from unified_ddp.weak import weak_call
 
@@ -43,6 +45,17 @@ class PassKind(enum.Enum):
     BACKWARD = "a synchronising backward pass"
     ACCUMULATED = "what is there already, outside a backward pass"
     SHADOW = "nowhere: this rank has no inputs left and takes part with zeros"
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Forward:
+    """A forward, by which ranks tell passes through its outputs from those through others'."""
+
+    is_sync: bool = True
+    """Whether a backward pass through its outputs is to be reduced."""
+    number: int = 0
+    """Among the forwards that a pass followed, from 1; 0 if none did yet."""
+    passes: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +90,10 @@ class Pass:
         self.used: Sequence[bool] | None = None
         """By parameter, whether this rank says that it used it; None if ranks do not tell each other."""
         self.counting: Counting | None = None
+        self.origin: Forward | None = None
+        """The forward whose outputs it passed first."""
+        self.is_announced = False
+        self.is_settled = False
         self._counts: list[int] | None = None
         self.launched = 0
         """Number of buckets whose reduction was started; those that no rank used may be left out."""
@@ -150,6 +167,7 @@ class Reducer:
         start: called when a gradient arrives while armed; it calls `begin` if this backward pass is to be reduced.
         usage: which parameters take part in an iteration.
         progress: counts passes and names them in errors.
+        control: tells the other ranks of a pass before its first collective.
         eager: by parameter, whether `backend.pack_param` is to be called as soon as its gradient is final.
         skip_unused: leave out buckets that no rank used; passes are then begun with `used`.
     """
@@ -162,16 +180,19 @@ class Reducer:
         *,
         usage: Usage,
         progress: Progress,
+        control: Control,
         eager: Sequence[bool] | None = None,
         skip_unused: bool = False,
     ) -> None:
-        self.plan = plan
+        self._adopt(plan)
         self.usage = usage
         self.progress = progress
         self.current: Any = None
         """The pass under way, or the last one."""
+        self._control = control
         self._backend = backend
         self._start = start
+        self._forwards_passed = 0
         self._skip_unused = skip_unused
         self._in_doubt = False
         self._readiness = Readiness(
@@ -223,6 +244,9 @@ class Reducer:
         kind: PassKind = PassKind.BACKWARD,
         arrival: bytes | None = None,
         used: Sequence[bool] | None = None,
+        *,
+        origin: Forward | None = None,
+        is_certain: bool = True,
     ) -> Any:
         """Starts a pass and returns it.
 
@@ -231,6 +255,8 @@ class Reducer:
             arrival: one byte a parameter: 0 it may come, any number of times; 1 it comes exactly once. None means 0
                 for all.
             used: which parameters this rank uses, if ranks are to tell each other at once.
+            origin: the forward whose outputs the backward pass came through.
+            is_certain: this is known to be a pass, and the ranks may be told at once; else when a gradient comes.
 
         Raises:
             ReadinessError: a pass is under way; `finish` or `give_up` it first. One in which a hook raised stays so
@@ -242,10 +268,19 @@ class Reducer:
         self.agree()
         self.progress.backwards += 1
         self.current = self._backend.begin(self.progress.backwards, kind, self.plan)
+        self.current.origin = origin
+        if is_certain:
+            self._announce()
         if used is not None:
             self._tell(used)
         self._readiness.begin(arrival)
         return self.current
+
+    def passes_too(self, forward: Forward | None) -> None:
+        """Hears that the backward pass under way came to the outputs of another forward as well."""
+        origin = self.current.origin
+        if forward is not None and origin is not None and forward is not origin and forward.number == 0:
+            forward.number, forward.passes = origin.number, origin.passes
 
     def cancel(self) -> None:
         """Takes the pass back: it was none, as nothing came and nothing was launched."""
@@ -264,6 +299,7 @@ class Reducer:
         current = self.current
         self._in_doubt = True
         try:
+            self.settle()
             self._ask_at_end(current)
             current.order = self._readiness.order
             self._readiness.flush()
@@ -310,16 +346,23 @@ class Reducer:
         Raises:
             ReductionError: they did not; on every rank.
         """
-        if not self._in_doubt or self.progress.world_size == 1:
-            return
-        self._in_doubt = False
-        every = self.progress.compare_given_up(self.current.launched)
-        if len(set(every)) > 1:
-            points = [f"rank {r}: pass {number} after {buckets} buckets" for r, (number, buckets) in enumerate(every)]
-            raise ReductionError(
-                "an exception ended synchronising backward passes at different points of the ranks, so that their "
-                f"gradients no longer match: {'; '.join(points)}. Start again from a checkpoint"
-            )
+        if self.is_in_doubt:
+            self._in_doubt = False
+            self._control.agree(self.progress.backwards, self.current.launched)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether an exception may have ended the last pass at another point than on other ranks."""
+        return self._in_doubt and self.progress.world_size > 1
+
+    def settle(self) -> None:
+        """Waits until all ranks have announced this pass; what is called before any collective of it."""
+        current = self.current
+        if not current.is_settled:
+            current.is_settled = True
+            if not current.is_announced:
+                self._announce()
+            self._control.settle(self.progress.pass_name, self._before_first)
 
     def rebucket(self, plan: BucketPlan) -> None:
         """Takes another plan over the same parameters, between two passes.
@@ -331,11 +374,34 @@ class Reducer:
         if [p.name for p in plan.params] != [p.name for p in self.plan.params]:
             raise PlanError("the new plan is over other parameters; plan the ones that the reducer was made with")
         self._readiness.rebucket([list(b.params) for b in plan.buckets])
+        self._adopt(plan)
+
+    def _adopt(self, plan: BucketPlan) -> None:
         self.plan = plan
+        names = [plan.params[i].name for i in plan.buckets[0].params] if plan.buckets else []
+        self._before_first = f"before the reduction of bucket 0 ({shortened(names)})"
+        self._plan_number = plan.fingerprint >> 1
 
     # --- the parts of a pass
 
+    _EVENTS: ClassVar = {PassKind.BACKWARD: Event.BACKWARD, PassKind.ACCUMULATED: Event.ACCUMULATED}
+
+    def _announce(self) -> None:
+        current = self.current
+        current.is_announced = True
+        if current.kind is PassKind.SHADOW:
+            return  # joined ranks are told by `join`
+        forward = current.origin or Forward()
+        if current.origin is not None:
+            if forward.number == 0:
+                self._forwards_passed += 1
+                forward.number = self._forwards_passed
+            forward.passes += 1
+        event = self._EVENTS[current.kind]
+        self._control.announce(Step(event, current.number, forward.number, forward.passes, plan=self._plan_number))
+
     def _tell(self, used: Sequence[bool]) -> None:
+        self.settle()
         self.current.used = used
         self.current.counting = self._backend.count_used(used)
 
@@ -354,6 +420,7 @@ class Reducer:
 
     def _on_bucket(self, bucket: int) -> None:
         current = self.current
+        self.settle()
         if self._skips(bucket):
             return
         if current.kind is not PassKind.SHADOW:

@@ -1,6 +1,7 @@
 """The wrapper: forwards that prepare the reduction of the backward passes through their outputs."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,20 +16,26 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
-from unified_ddp.errors import UnusedParameterError
+from unified_ddp.errors import MisuseError, UnusedParameterError
+from unified_ddp.hooks.describe import describe
 from unified_ddp.plan import BucketPlan
 from unified_ddp.ranks.construction import check_construction
+from unified_ddp.ranks.control import Control, Does, Event, Step
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
+from unified_ddp.torch.module.replicas import check_replicas
 from unified_ddp.torch.module.watch import ModuleWatch
-from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook, hook_name
+from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
+from unified_ddp.torch.reduction.control_plane import plane_of
 from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 from unified_ddp.torch.schema import compared_specs, reduced_parameters
 from unified_ddp.weak import weak_call
+
+_CONSTRUCTION = "construction of DistributedDataParallel"
 
 
 class AveragingModule(TorchDDP):
@@ -47,7 +54,15 @@ class AveragingModule(TorchDDP):
     """
 
     # What pickling leaves out, and unpickling makes anew.
-    _left_behind: tuple[str, ...] = ("process_group", "reducer", "_mixed", "_transport", "_progress", "_watch")
+    _left_behind: tuple[str, ...] = (
+        "process_group",
+        "reducer",
+        "_mixed",
+        "_transport",
+        "_progress",
+        "_control",
+        "_watch",
+    )
 
     def __init__(
         self,
@@ -71,7 +86,7 @@ class AveragingModule(TorchDDP):
         self.module = module
         self.options = options
         self.forward_sync_buffers = options.forward_sync_buffers
-        self.require_backward_grad_sync = True
+        self._grad_sync = True
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = opts.use_side_stream()
         self.broadcast_bucket_size = 250 * 1024 * 1024
@@ -82,7 +97,8 @@ class AveragingModule(TorchDDP):
         self._assign_modules_buffers()
         self._join_group()
         if options.init_sync:
-            self._init_sync()
+            self._compare_construction()
+            self._broadcast_state()
         self._make_reducer()
 
     def _take_parameters(self, module: nn.Module) -> None:
@@ -92,16 +108,19 @@ class AveragingModule(TorchDDP):
     def _join_group(self) -> None:
         self._transport = ProcessGroupTransport(self.process_group, self.device)
         self._progress = Progress(self._transport, self._transport.store)
+        has_plane = functools.partial(plane_of, self._transport)
+        self._control = Control(has_plane if self.options.control_plane else lambda: None, self._progress)
 
-    def _init_sync(self) -> None:
+    def _compare_construction(self) -> None:
         options = self.options.compared()
         options["parameters with sparse gradients"] = [n for n, (_, sparse) in self._reduced().items() if sparse]
-        phase = "construction of DistributedDataParallel"
-        with self._progress.waiting(phase, "the comparison of models"):
+        with self._progress.waiting(_CONSTRUCTION, "the comparison of models"):
             parameters = compared_specs(self.module.named_parameters(), self.parameters_to_ignore)
             buffers = compared_specs(self.module.named_buffers(), self.parameters_to_ignore)
             check_construction(self._transport, parameters, buffers, options)
-        with self._progress.waiting(phase, "the broadcast of rank 0's state"):
+
+    def _broadcast_state(self) -> None:
+        with self._progress.waiting(_CONSTRUCTION, "the broadcast of rank 0's state"):
             _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
@@ -128,7 +147,8 @@ class AveragingModule(TorchDDP):
         return GradientReducer(*self._reducer_arguments())
 
     def _reducer_arguments(self) -> tuple[Any, ...]:
-        return self._reduced(), self._transport, self.options, self._mixed, self._post_reduction, self._progress
+        own = (self._mixed, self._post_reduction, self._progress, self._control)
+        return self._reduced(), self._transport, self.options, *own
 
     def _reduced(self) -> dict[str, tuple[nn.Parameter, bool]]:
         return reduced_parameters(self.module, self.parameters_to_ignore)
@@ -151,17 +171,20 @@ class AveragingModule(TorchDDP):
             return
         hook, buffer_hook = self.reducer.comm_hook, getattr(self, "buffer_hook", None)
         options = {
-            "the comm hook": hook and hook_name(hook.hook),
-            "the buffer hook": buffer_hook and hook_name(buffer_hook.buffer_comm_hook),
+            "the comm hook": hook and describe(hook.hook, hook.state),
+            "the buffer hook": buffer_hook
+            and describe(buffer_hook.buffer_comm_hook, buffer_hook.buffer_comm_hook_state),
             "static_graph": self.options.static_graph,
         }
         with self._progress.waiting("the first synchronising forward", "the comparison of hooks"):
             check_construction(self._transport, [], [], options)
 
-    def _follow_changes(self, sync: bool) -> None:
-        """Makes another reducer, before a reduction, if the module was changed since."""
-        if sync and self._watch.changed():
+    def _follow_changes(self, does: Does) -> None:
+        """Makes another reducer if the module was changed, and compares the comm hooks once."""
+        if Does.FOLLOWS_MODULE in does:
             self._follow_module()
+        if not self._hooks_compared:
+            self._compare_hooks()
 
     def _follow_module(self) -> None:
         """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""
@@ -170,7 +193,37 @@ class AveragingModule(TorchDDP):
         self._take_parameters(self.module)
         self._assign_modules_buffers()
         if self.options.init_sync:
-            self._init_sync()
+            self._compare_construction()
+            self._broadcast_state()
+        self._replace_reducer()
+
+    def _follow_module_inside(self) -> None:
+        """Makes another reducer for a module that its forward has changed, before the backward pass.
+
+        Raises:
+            MisuseError: parameters are lowered by mixed precision now.
+            ConstructionMismatchError, ReplicaMismatchError: the module differs between ranks now, or parameters that
+                were made in the forward do.
+        """
+        if self._mixed is not None:
+            raise MisuseError(
+                "the forward added, replaced or unfroze parameters, which mixed_precision cannot follow. Change the "
+                "module before the forward"
+            )
+        self._announce(Event.FORWARD, Does.FOLLOWS_MODULE_AFTER)
+        known = self._watch.known
+        self._take_parameters(self.module)
+        self._assign_modules_buffers()
+        if self.options.init_sync:
+            self._compare_construction()
+            # What the forward has used cannot be replaced by rank 0's any more.
+            ignored = self.parameters_to_ignore
+            made = {n: p for n, p in self.module.named_parameters() if n not in ignored and p not in known}
+            with torch.no_grad(), self._progress.waiting(self._progress.forward_name, "the comparison of parameters"):
+                check_replicas(self._transport, made, "parameter")
+        self._replace_reducer()
+
+    def _replace_reducer(self) -> None:
         before = self.reducer
         before.remove_hooks()
         self._has_rebuilt_buckets = False
@@ -212,24 +265,25 @@ class AveragingModule(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         grads = torch.is_grad_enabled()
         sync = grads and self.require_backward_grad_sync
-        self._follow_changes(sync)
         with self.reducer.errors_noted():
             if grads:
                 self._progress.forward(sync)
-                if dist.get_debug_level() == dist.DebugLevel.DETAIL and not self._join_config.enable:
-                    self._progress.compare_no_sync(sync)
-            if sync and not self._hooks_compared:
-                self._compare_hooks()
+            self._control.is_paused = self._join_config.enable
+            does = self._communicates(sync)
+            if does or (grads and dist.get_debug_level() == dist.DebugLevel.DETAIL):
+                kind = Does.NOTHING if sync else Does.IS_LOCAL if grads else Does.RECORDS_NOTHING
+                self._announce(Event.FORWARD, does | kind)
             if sync:
+                self.reducer.core.agree()
+                self._follow_changes(does)
                 self._prepare_for_forward()
             work = Join.notify_join_context(self)
             if work:
                 self.reducer.scaling.divide_by_joined(None if self._divide_by_initial_world_size else work)
-            if grads and self.reducer.rebuild_buckets():
+            if sync and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
-        if sync:
-            self._step_begins()
-        if self._check_sync_bufs_pre_fwd():
+        self._before_module(does)
+        if Does.SYNCS_BUFFERS in does:
             with self._progress.waiting(self._progress.forward_name, "the sync of buffers"):
                 self._sync_buffers()
         if self._join_config.enable:
@@ -242,8 +296,37 @@ class AveragingModule(TorchDDP):
             inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
         return inputs, kwargs
 
-    def _step_begins(self) -> None:
-        """Hears of a synchronising forward, when the ranks have agreed that it is one."""
+    def _communicates(self, sync: bool) -> Does:
+        """Returns what a forward communicates beside gradients; the ranks then tell each other."""
+        does = Does.NOTHING
+        if sync:
+            does |= self._prepares()
+        if self._check_sync_bufs_pre_fwd():
+            does |= Does.SYNCS_BUFFERS
+        if self._check_sync_bufs_post_fwd():
+            does |= Does.SYNCS_BUFFERS_AFTER
+        return does
+
+    def _prepares(self) -> Does:
+        """Returns what a reduction needs before it."""
+        does = Does.NOTHING
+        self.reducer.give_up_what_is_left()
+        if self.reducer.core.is_in_doubt:
+            does |= Does.AGREES
+        if self._watch.changed():
+            does |= Does.FOLLOWS_MODULE
+        elif self.reducer.has_order_to_rebuild:
+            does |= Does.REBUILDS_BUCKETS
+        if self.options.init_sync and not (self._hooks_compared or self._join_config.enable):
+            does |= Does.COMPARES_HOOKS
+        return does
+
+    def _announce(self, event: Event, does: Does) -> None:
+        self._control.announce(Step(event, self._progress.backwards, does=does))
+        self._control.settle(self._progress.forward_name, "before anything of it was communicated")
+
+    def _before_module(self, does: Does) -> None:
+        """Does what else was announced, before the module is run."""
 
     def _prepare_for_forward(self) -> None:
         try:
@@ -251,6 +334,7 @@ class AveragingModule(TorchDDP):
         except UnusedParameterError:
             if not self._watch.differs():
                 raise
+            self._announce(Event.FORWARD, Does.FOLLOWS_MODULE)
             self._follow_module()  # the unused parameters are no longer the module's
             self.reducer.prepare_for_forward()
 
@@ -258,12 +342,11 @@ class AveragingModule(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.require_forward_param_sync = True
-            self.reducer.prepare_for_backward(_find_tensors(output))
-        else:
-            self.require_forward_param_sync = False
-            self.reducer.disarm(_find_tensors(output))
+        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if sync and self._watch.changed_inside():
+            self._follow_module_inside()
+        self.require_forward_param_sync = sync
+        self.reducer.prepare_for_backward(_find_tensors(output), sync)
         if self._mixed is not None and not torch.is_grad_enabled():
             self._mixed.restore()
         return output
@@ -278,12 +361,26 @@ class AveragingModule(TorchDDP):
             enabled: False changes nothing, so that one loop serves all microbatches of a step:
                 `with ddp.no_sync(enabled=not last): ...`.
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = before and not enabled
+        before = self._grad_sync
+        self._grad_sync = before and not enabled
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self._grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward passes through the outputs of the next forward are reduced.
+
+        Set between a forward and its backward pass, it holds for that pass, too.
+        """
+        return self._grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._grad_sync = sync
+        if "reducer" in self.__dict__:
+            self.reducer.say_sync(sync)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
         """Replaces the all-reduce of each bucket.

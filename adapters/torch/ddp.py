@@ -47,6 +47,8 @@ class DistributedDataParallel(TorchsMembers):
         reduction: "mean" over ranks, "sum", or "weighted_mean" by what each rank gives to `set_weight`.
         check_replicas_every: compare the ranks' parameters before every so many steps (see `check_replicas`); None
             means never.
+        control_plane: ranks tell each other, on connections of their own, what they do next, so that ranks out of step
+            get an error instead of gradients that are mixed with something else.
 
     Raises:
         ConstructionMismatchError: on all ranks, if they were constructed with different models or options.
@@ -78,6 +80,7 @@ class DistributedDataParallel(TorchsMembers):
         *,
         reduction: str = "mean",
         check_replicas_every: int | None = None,
+        control_plane: bool = True,
     ) -> None:
         delayed = opts.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         caps = opts.BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
@@ -98,6 +101,7 @@ class DistributedDataParallel(TorchsMembers):
             init_sync=init_sync,
             reduction=reduction,
             check_replicas_every=check_replicas_every,
+            control_plane=control_plane,
         )
         super().__init__(module, group, options, device_ids, output_device, dim)
         if mesh is not None:

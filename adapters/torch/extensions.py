@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unified_ddp.errors import MisuseError
+from unified_ddp.ranks.control import Does, Event
 from unified_ddp.torch.averaging import AveragingModule
 from unified_ddp.torch.module.replicas import check_replicas
 from unified_ddp.torch.reduction.post_reduction import PostReductionHook
@@ -34,8 +35,12 @@ class ExtendedModule(AveragingModule):
             ReductionError: an exception ended the last backward pass when gradients were half reduced.
         """
         self._refuse_in_join("sync_gradients()")
-        self._follow_changes(True)
-        self._step_begins()
+        does = self._prepares()
+        if does:
+            self._announce(Event.ACCUMULATED, does)
+        self.reducer.core.agree()
+        self._follow_changes(does)
+        self._before_module(does)
         with self.reducer.errors_noted(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()
 
@@ -46,14 +51,18 @@ class ExtendedModule(AveragingModule):
                 "outside"
             )
 
-    def _step_begins(self) -> None:
-        """Counts synchronising forwards and calls of `sync_gradients`, and checks the replicas when it is time."""
+    def _prepares(self) -> Does:
+        """Counts synchronising forwards and calls of `sync_gradients`, and says when it is time to check replicas."""
+        does = super()._prepares()
         every = self.options.check_replicas_every
         if every is None or self._join_config.enable:
-            return
+            return does
         self._steps += 1
-        if self._steps % every == 0:
-            self.check_replicas()
+        return does if self._steps % every else does | Does.CHECKS_REPLICAS
+
+    def _before_module(self, does: Does) -> None:
+        if Does.CHECKS_REPLICAS in does:
+            self._check_replicas()
 
     @torch._disable_dynamo
     def check_replicas(self, *, buffers: bool = False) -> None:
@@ -72,6 +81,10 @@ class ExtendedModule(AveragingModule):
             MisuseError: it was called inside `join`.
         """
         self._refuse_in_join("check_replicas()")
+        self._announce(Event.CHECK, Does.NOTHING)
+        self._check_replicas(buffers)
+
+    def _check_replicas(self, buffers: bool = False) -> None:
         ignored = self.parameters_to_ignore
         kinds = {"parameter": self.module.named_parameters(), "buffer": self.module.named_buffers() if buffers else ()}
         with self.reducer.errors_noted(), torch.no_grad():

@@ -89,6 +89,7 @@ class Options:
     init_sync: bool
     reduction: str
     check_replicas_every: int | None
+    control_plane: bool
 
     def __post_init__(self) -> None:
         if self.reduction not in SCALINGS:
@@ -126,6 +127,7 @@ class Options:
             "delay_all_reduce_named_params": sorted(self.delayed),
             "reduction": self.reduction,
             "check_replicas_every": self.check_replicas_every,
+            "control_plane": self.control_plane,
             "bucket caps in bytes": [self.caps.largest, *self.caps.per_bucket],
         }
 

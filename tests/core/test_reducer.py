@@ -16,6 +16,7 @@ from unified_ddp import (
     UnusedParameterError,
     plan_in_ready_order,
 )
+from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.reducer import Pass, PassKind, Phase, Reducer
 from unified_ddp.usage import Usage
@@ -132,7 +133,10 @@ def make(
     backend = FakeBackend()
     usage = Usage([p.name for p in PARAMS], (), find_unused=find_unused, static=static)
     progress = Progress(group or FakeGroup(), lambda: None)
-    reducer = Reducer(PLAN, backend, start, usage=usage, progress=progress, eager=eager, skip_unused=skip_unused)
+    control = Control(lambda: None, progress)
+    reducer = Reducer(
+        PLAN, backend, start, usage=usage, progress=progress, control=control, eager=eager, skip_unused=skip_unused
+    )
     return reducer, backend
 
 

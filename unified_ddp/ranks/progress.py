@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from unified_ddp.errors import ReductionError, UnifiedDDPError
 from unified_ddp.ranks.group import Group
 from unified_ddp.ranks.roll_call import KeyValueStore, RollCall, Sign
-from unified_ddp.ranks.texts import ranks_text
 
 _wrappers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -25,7 +24,8 @@ class Progress:
     def __init__(self, group: Group, store: Callable[[], KeyValueStore | None]) -> None:
         self._group = group
         self._store = store
-        self._name = f"wrapper {next(_wrappers[group.name])}"
+        self.wrapper = next(_wrappers[group.name])
+        """Number of the wrapper among those on the same ranks."""
         self.forwards = 0
         self.local_forwards = 0
         self.backwards = 0
@@ -56,35 +56,18 @@ class Progress:
             "synchronising backward passes"
         )
 
-    def compare_no_sync(self, sync: bool) -> None:
-        """Costs a collective: makes sure that all ranks agree whether this forward is a synchronising one.
-
-        Raises:
-            ReductionError: they do not; on every rank.
-        """
-        phase = f"the comparison of no_sync in forward {self.forwards + self.local_forwards}"
-        with self.waiting(phase, "synchronising" if sync else "under no_sync"):
-            every = self._group.all_gather_ints(int(sync))
-        syncing = [r for r, answer in enumerate(every) if answer]
-        local = [r for r, answer in enumerate(every) if not answer]
-        if syncing and local:
-            raise ReductionError(
-                f"ranks disagree on no_sync in forward {self.forwards + self.local_forwards}: it is synchronising on "
-                f"{ranks_text(syncing)} and under no_sync on {ranks_text(local)}. Enter and leave no_sync in the same "
-                "iterations on every rank"
-            )
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._group.world_size
 
-    def compare_given_up(self, launched: int) -> list[tuple[int, int]]:
-        """Tells all ranks which pass this one gave up, after how many buckets; returns both by rank."""
-        phase = "the agreement of ranks after an exception in a backward pass"
-        with self.waiting(phase, f"given up: {self.pass_name}"):
-            every = self._group.all_gather_ints(self.backwards << 32 | launched)
-        return [(value >> 32, value & 0xFFFFFFFF) for value in every]
+    def gather(self, value: int) -> list[int]:
+        """Returns every rank's `value`, over the ranks' own connections."""
+        return self._group.all_gather_ints(value)
+
+    def restart(self) -> None:
+        """Counts from 0 again: the ranks are others now."""
+        self.forwards = self.local_forwards = self.backwards = 0
 
     def unused_elsewhere(self, error: Exception) -> str:
         """Tells the other ranks of an error about unused parameters here, and returns what they say of themselves."""
@@ -136,4 +119,8 @@ class Progress:
 
     def _roll_call(self) -> RollCall | None:
         store = self._store() if self._group.world_size > 1 else None
-        return None if store is None else RollCall(store, self._group.rank, self._group.world_size, self._name)
+        return (
+            None
+            if store is None
+            else RollCall(store, self._group.rank, self._group.world_size, f"wrapper {self.wrapper}")
+        )

@@ -53,6 +53,15 @@ class ModuleWatch:
             self._assigned = self.differs()
         return self._assigned
 
+    @property
+    def known(self) -> set[nn.Parameter]:
+        """The parameters that were in the module when its reducer was made."""
+        return set(self._named.values())
+
+    def changed_inside(self) -> bool:
+        """Says whether a forward has added, removed, replaced or unfrozen parameters."""
+        return any(p.requires_grad for p in self._frozen) or (self._assigned and self.differs())
+
     def differs(self) -> bool:
         """Says, at the cost of a walk over the module, whether other parameters are in it, or first buffers."""
         now = self._parameters()

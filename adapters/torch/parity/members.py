@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
+from unified_ddp.ranks.control import Does
 from unified_ddp.torch.comm_hooks.optimizer_in_backward import StepOptimizersState, step_optimizers_hook
 from unified_ddp.torch.extensions import ExtendedModule
 from unified_ddp.torch.module.buffers import broadcast_buffers
@@ -72,14 +73,14 @@ class TorchsMembers(ExtendedModule):
         self.logger.set_runtime_stats_and_log()
         super()._prepare_for_forward()
 
-    def _follow_changes(self, sync: bool) -> None:
-        super()._follow_changes(sync)
+    def _communicates(self, sync: bool) -> Does:
         if not self._lazy_init_ran:
             self._lazy_init()
+        return super()._communicates(sync)
 
-    def _follow_module(self) -> None:
-        self._lazy_init_ran = False
-        super()._follow_module()
+    def _replace_reducer(self) -> None:
+        super()._replace_reducer()
+        self._lazy_init()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # the optimizers to step in the backward pass belong to the copy's parameters
@@ -160,6 +161,8 @@ class TorchsMembers(ExtendedModule):
         self.reducer._reset_state()
         if not _rank_not_in_group(new_process_group):
             self.process_group = new_process_group
+            self._progress.restart()
+            self._control.connect_anew()
             self.reducer._update_process_group(new_process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:

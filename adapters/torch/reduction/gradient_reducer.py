@@ -17,8 +17,9 @@ from torch import nn
 
 from unified_ddp.errors import MisuseError, UnusedParameterError
 from unified_ddp.plan import BucketPlan, initial_plan, rebuilt_plan
+from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
-from unified_ddp.reducer import PassKind, Phase, Reducer
+from unified_ddp.reducer import Forward, PassKind, Phase, Reducer
 from unified_ddp.torch.options import Options
 from unified_ddp.torch.reduction import autograd, distributed_autograd, timing
 from unified_ddp.torch.reduction.arrivals import Arrivals
@@ -46,6 +47,7 @@ class GradientReducer:
         mixed: lowers and restores the parameters, if mixed precision is asked for.
         post_reduction: hooks to call on parameters whose gradients are reduced.
         progress: names iterations and ranks in errors.
+        control: keeps the ranks in step.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GradientReducer:
         mixed: MixedPrecision | None,
         post_reduction: PostReductionHooks,
         progress: Progress,
+        control: Control,
     ) -> None:
         self.names = list(params)
         self.params = [p for p, _ in params.values()]
@@ -64,6 +67,7 @@ class GradientReducer:
         self.mixed = mixed
         self.post_reduction = post_reduction
         self.progress = progress
+        self.control = control
         self.timer = timing.StepTimer(transport.device)
         self.rebuilt = False
         self.on_unreduced: Callable[[], bool] = lambda: True
@@ -74,6 +78,8 @@ class GradientReducer:
         self._expecting = False
         self._rearm = False
         self._forwards = 0
+        self.sync_said: bool | None = None
+        """What was said of synchronising since the last forward; None if nothing was."""
         self._post_backward: list[torch.futures.Future] = []
         self.last_pass: TorchPass | None = None
         """The last one that was a backward pass, or a shadow of one, and was reduced."""
@@ -96,7 +102,12 @@ class GradientReducer:
         )
         local = LocalGradients() if mixed is None else LocalGradients(mixed.gradient, mixed.scale_gradient)
         self.scaling = SCALINGS[options.reduction](
-            self.transport, self.progress, self.params, local, lambda param: core.touched(param)
+            self.transport,
+            self.progress,
+            self.params,
+            local,
+            touched=lambda param: core.touched(param),
+            settle=lambda: core.settle(),
         )
         self.backend = TorchBackend(
             self.params,
@@ -116,6 +127,7 @@ class GradientReducer:
             weak_call(self._start_at_parameter),
             usage=self.usage,
             progress=self.progress,
+            control=self.control,
             eager=[not s.sparse and s.nbytes >= EAGER_BYTES for s in self._specs],
             skip_unused=options.skip_all_reduce_unused_params,
         )
@@ -150,38 +162,57 @@ class GradientReducer:
 
         Raises:
             UnusedParameterError: it left parameters without a gradient that should have one.
-            ReductionError: an exception ended its backward pass, and gradients half reduced are still there, or it
-                ended so on other ranks only.
         """
-        if self.core.phase is Phase.ACTIVE and self.core.current.is_left:
-            self.core.give_up()
-        self.core.agree()
+        self.sync_said = None
         try:
             self.usage.next_iteration(self.transport.rank)
         except UnusedParameterError as error:
             raise UnusedParameterError(f"{error}{self.progress.unused_elsewhere(error)}") from None
         self.scaling.next_iteration()
 
-    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Arms: the next backward pass through `outputs` is a synchronising one."""
-        self._contexts.enter()
-        self.core.arm()
-        self._forwards += 1
-        self._expecting = True
-        self._rearm = False
-        autograd.at_backward_start(outputs, weak_call(self._start_at_output))
+    def give_up_what_is_left(self) -> None:
+        """Gives up a backward pass that an exception ended.
 
-    def disarm(self, outputs: Iterable[torch.Tensor]) -> None:
-        """A forward under no_sync: gradients stay local until the next synchronising backward pass."""
+        Raises:
+            ReductionError: gradients are lost, half reduced.
+        """
+        if self.core.phase is Phase.ACTIVE and self.core.current.is_left:
+            self.core.give_up()
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool) -> None:
+        """Hears of a forward. If `sync`, the next backward pass through `outputs` is reduced, else it stays local."""
+        self.sync_said = None
+        start, forward = weak_call(self._start_at_output), Forward(sync)
+        autograd.at_backward_start(outputs, lambda _grad: start(forward))
+        if sync:
+            self._arm()
+            return
         self.core.arm(False)
         if self.mixed is not None:
             mixed = self.mixed
             autograd.at_backward_start(outputs, lambda _grad: autograd.at_backward_end(mixed.restore))
 
+    def say_sync(self, sync: bool) -> None:
+        """Says of the forwards whose backward passes are to come whether these are reduced, whatever it was before."""
+        self.sync_said = sync
+
+    def _arm(self) -> None:
+        self._contexts.enter()
+        self.core.arm()
+        self._forwards += 1
+        self._expecting = True
+        self._rearm = False
+
+    @property
+    def has_order_to_rebuild(self) -> bool:
+        """Whether `rebuild_buckets` would plan anew."""
+        return not (self.rebuilt or self._observed is None or self.usage.varies or autograd.in_functorch())
+
     def rebuild_buckets(self) -> bool:
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
-        if self.rebuilt or self._observed is None or self.usage.varies or autograd.in_functorch():
+        if not self.has_order_to_rebuild:
             return False
+        assert self._observed is not None
         with self.progress.waiting(self.progress.forward_name, "rank 0's order of buckets"):
             order = self.transport.broadcast_ints(self._observed)
         plan = rebuilt_plan(self._specs, self.options.rebuilt_caps, order, self._delayed)
@@ -192,8 +223,14 @@ class GradientReducer:
 
     # --- backward
 
-    def _start_at_output(self, _grad: Any) -> None:
-        self._start()
+    def _start_at_output(self, forward: Forward) -> None:
+        sync = forward.is_sync if self.sync_said is None else self.sync_said
+        if sync and not forward.is_sync:
+            self._arm()
+        if sync:
+            self._start(forward)
+        elif forward.is_sync:
+            self.core.arm(False)
 
     def _start_at_parameter(self) -> None:
         if not self._expecting:
@@ -202,7 +239,7 @@ class GradientReducer:
         # Inside a reentrant backward pass the end may come before the outer one has reached every parameter; what
         # comes then is reduced in another go.
         self._rearm = True
-        self._start()
+        self._start(None)
 
     def _arrived_unreduced(self) -> None:
         mine = set(self.params)
@@ -211,9 +248,10 @@ class GradientReducer:
         if shared or self.on_unreduced():
             self.core.arm(False)
 
-    def _start(self) -> None:
+    def _start(self, forward: Forward | None) -> None:
         if self.core.phase is Phase.ACTIVE:
             if not self.core.current.is_left:
+                self.core.passes_too(forward)
                 return
             self.core.give_up()
         arrival = self._expected()
@@ -229,7 +267,9 @@ class GradientReducer:
         used = None
         if skip_unused:
             used = [bool(a) or self.core.touched(i) for i, a in enumerate(arrival or bytes([1]) * len(self.params))]
-        current = self.core.begin(arrival=self._arrivals.counted_on(arrival), used=used)
+        current = self.core.begin(
+            arrival=self._arrivals.counted_on(arrival), used=used, origin=forward, is_certain=reaches_any
+        )
         current.end = weakref.ref(end)
         if reaches_any:
             current.share.exchange()
@@ -306,7 +346,6 @@ class GradientReducer:
             raise MisuseError("sync_gradients() was called during a backward pass; call it when that has ended")
         if self.core.phase is Phase.ACTIVE:
             self.core.give_up()
-        self.core.agree()
         if self.mixed is not None:
             self.mixed.restore()
         used = [self.backend.has_gradient(None, i) for i in range(len(self.params))]

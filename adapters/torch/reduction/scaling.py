@@ -43,6 +43,7 @@ class MeanScaling:
         params: whose gradients are reduced.
         local: this rank's gradients.
         touched: says whether a parameter, by number, got a gradient that is not reduced yet.
+        settle: makes sure that all ranks are at this pass, before something is communicated.
     """
 
     name = "mean"
@@ -54,12 +55,14 @@ class MeanScaling:
         params: Sequence[torch.Tensor],
         local: LocalGradients,
         touched: Callable[[int], bool],
+        settle: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._progress = progress
         self._params = params
         self._local = local
         self._touched = touched
+        self._settle = settle
         self._divisor: int | None = None
         self._join_work: dist.Work | None = None
 
@@ -215,6 +218,7 @@ class WeightedScaling(MeanScaling):
 
     def gather(self, joined: bool) -> tuple[torch.Tensor, dist.Work]:
         """Starts gathering all weights, 8 bytes a rank; a joined rank's is 0, a missing one NaN."""
+        self._settle()
         weight = 0.0 if joined else math.nan if self._weight is None else self._weight
         self._used |= not joined
         mine = torch.tensor([weight], dtype=torch.float64, device=self._transport.device)
