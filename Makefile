@@ -13,7 +13,7 @@ CPP_FILES = $(wildcard csrc_shared/*.h csrc_shared/*.cc csrc_shared/tests/*.cc)
 PY_DIRS = unified_ddp adapters tests benchmarks $(wildcard examples)
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
-# mypy wants a package in one folder: this one shows it the package as it is installed.
+# mypy wants a package in one folder: this one shows it the package as it is installed, with the stub of the native module.
 TYPED := build/typed
 
 .PHONY: help setup demo test test-jax test-faults compare-faults conformance test-gpu lint format sanitize bench clean
@@ -77,7 +77,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(PY_DIRS)
 	$(BIN)/ruff format --check $(PY_DIRS)
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/unified_ddp
-	ln -s $(CURDIR)/unified_ddp/* $(CURDIR)/adapters/torch $(CURDIR)/adapters/jax $(TYPED)/unified_ddp
+	ln -s $(CURDIR)/unified_ddp/* $(CURDIR)/adapters/torch $(CURDIR)/adapters/jax \
+	  $(CURDIR)/$(VENV)/lib/python3*/site-packages/unified_ddp/_core.pyi $(TYPED)/unified_ddp
 	cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p unified_ddp
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
