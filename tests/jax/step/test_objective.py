@@ -27,7 +27,7 @@ def _per_row(params: Any, batch: Any) -> Any:
             {"has_aux": True},
             {"weight": np.ones(8)},
             None,
-            r"each leaf of aux must have that shape, one value for each row, but it has shape \(\); leave the averaging",
+            r"each leaf of aux must have that shape, one value for each row, but it has shape \(\); leave",
         ),
         (loss_fn, {"has_aux": True}, {}, None, r"is to return \(loss, aux\), but it returned one"),
         (

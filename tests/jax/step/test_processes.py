@@ -1,4 +1,4 @@
-"""What processes tell each other, with a store of this test's own; several real ones are in test_end_to_end_processes."""
+"""What processes tell each other, through a store of this test's own; test_end_to_end_processes has real ones."""
 
 import sys
 from typing import Any

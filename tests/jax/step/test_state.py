@@ -34,8 +34,8 @@ def test_microbatches(key: jax.Array) -> None:
         ({"weight": None}, "(batch.n: [] int32, batch.x: [6, 2] float32)"),
         ({"rng": jax.random.key(0)}, "(batch.n: [] int32, batch.x: [6, 2] float32, weight: [6] float32, rng)"),
         (
-            {"static": (("fn", abs), ("train", True))},
-            "(batch.n: [] int32, batch.x: [6, 2] float32, weight: [6] float32, fn: builtin_function_or_method, train=True)",
+            {"static": (("fn", {1}), ("train", True))},
+            "(batch.n: [] int32, batch.x: [6, 2] float32, weight: [6] float32, fn: set, train=True)",
         ),
     ],
 )
