@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from unified_ddp.errors import MisuseError
+from unified_ddp.hooks.describe import describe
 from unified_ddp.jax.averaging import GradientAveraging
-from unified_ddp.jax.comm_hooks.shared import describe
 from unified_ddp.jax.reduction.axes import axis_names, mark_varying, require_axes
 
 if TYPE_CHECKING:

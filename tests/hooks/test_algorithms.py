@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.host_ranks import reduce_on_host
 
 from unified_ddp.hooks import AllReduce, Compressed, LossyHook, Noop, PowerSGD, Quantize8, SharedHook, TopK
-from unified_ddp.hooks.host import NumpyOps, reduce_on_host
+from unified_ddp.hooks.collectives import Sum
+from unified_ddp.hooks.ops import Ops
 from unified_ddp.hooks.orthogonalization import gram_schmidt
-from unified_ddp.hooks.protocol import BucketLayout, Sum
+from unified_ddp.hooks.protocol import BucketLayout
 from unified_ddp.hooks.random import _threefry, normal
 
 LAYOUT = BucketLayout(0, "float64", ("bias", "kernel", "empty", "scale"), ((10,), (12, 20), (0, 3), ()))
@@ -17,7 +19,7 @@ LOSSY: dict[str, LossyHook] = {
     "topk": TopK(ratio=0.05),
     "quantize8": Quantize8(block=32),
     "powersgd": PowerSGD(rank=2),
-    "powersgd qr cold": PowerSGD(rank=2, orthogonalisation="qr", warm_start=False),
+    "powersgd qr cold": PowerSGD(rank=2, orthogonalization="qr", warm_start=False),
     "powersgd late": PowerSGD(rank=1, start_step=3),
 }
 
@@ -71,8 +73,8 @@ def test_power_sgd_is_a_step_of_subspace_iteration() -> None:
 
 
 def test_power_sgd_loses_nothing_at_full_rank() -> None:
-    for orthogonalisation in ("gram_schmidt", "qr"):
-        hook = PowerSGD(rank=12, min_compression_rate=0, orthogonalisation=orthogonalisation)
+    for orthogonalization in ("gram_schmidt", "qr"):
+        hook = PowerSGD(rank=12, min_compression_rate=0, orthogonalization=orthogonalization)
         reduced, _ = reduce_on_host(hook, LAYOUT, start(hook), buffers(0))
         assert np.allclose(reduced[0], np.mean(buffers(0), axis=0), atol=1e-12)
 
@@ -162,19 +164,19 @@ def test_power_sgd_of_tiny_huge_and_no_gradients(scale: float) -> None:
 
 def test_dependent_columns_become_zero() -> None:
     column = np.random.default_rng(0).normal(size=(1, 9, 1))
-    result = gram_schmidt(NumpyOps(), np.concatenate([column, 3 * column, column**2], axis=2), "float64")
+    result = gram_schmidt(Ops(), np.concatenate([column, 3 * column, column**2], axis=2), "float64")
     assert np.allclose(result[0].T @ result[0], np.diag([1.0, 0.0, 1.0]))
 
 
 def test_normal_numbers() -> None:
-    numbers = normal(NumpyOps(), 0, ["a", "b"], np.zeros((), np.uint32), 50_000)
+    numbers = normal(Ops(), 0, ["a", "b"], np.zeros((), np.uint32), 50_000)
     assert np.allclose(
         [numbers.mean(), numbers.std(), (numbers**3).mean(), (numbers**4).mean()], [0, 1, 0, 3], atol=0.05
     )
     assert abs(np.corrcoef(numbers)[0, 1]) < 0.02
-    assert np.array_equal(numbers[1:], normal(NumpyOps(), 0, ["b"], np.zeros((), np.uint32), 50_000))
+    assert np.array_equal(numbers[1:], normal(Ops(), 0, ["b"], np.zeros((), np.uint32), 50_000))
     for seed, step in ((1, 0), (0, 1)):
-        other = normal(NumpyOps(), seed, ["a"], np.full((), step, np.uint32), 50_000)
+        other = normal(Ops(), seed, ["a"], np.full((), step, np.uint32), 50_000)
         assert abs(np.corrcoef(numbers[0], other[0])[0, 1]) < 0.02
 
 
@@ -183,7 +185,7 @@ def test_threefry_is_the_published_one() -> None:
 
     def run(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, ...]:
         x0, x1 = (np.full((1, 1), value, np.uint32) for value in counter)
-        return tuple(int(x.item()) for x in _threefry(NumpyOps(), np.array([key], np.uint32), x0, x1))
+        return tuple(int(x.item()) for x in _threefry(Ops(), np.array([key], np.uint32), x0, x1))
 
     assert run((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)
     assert run((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF)) == (0x1CB996FC, 0xBB002BE7)
@@ -210,7 +212,7 @@ def test_training_converges_with_error_feedback(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSY)
 def test_states_go_with_their_parameters(name: str) -> None:
     """Buckets planned anew, in another order and split: errors and Q go on as if nothing had been."""
-    hook, ops = LOSSY[name], NumpyOps()
+    hook, ops = LOSSY[name], Ops()
     states = start(hook)
     for step in range(4):
         _, states = reduce_on_host(hook, LAYOUT, states, buffers(step))
@@ -246,7 +248,7 @@ def test_hooks_that_ask_for_different_collectives_are_named() -> None:
         (lambda: TopK(ratio=1.5), "ratio"),
         (lambda: Quantize8(block=0), "block"),
         (lambda: PowerSGD(rank=0), "rank"),
-        (lambda: PowerSGD(orthogonalisation="svd"), "orthogonalisation"),
+        (lambda: PowerSGD(orthogonalization="svd"), "orthogonalization"),
         (lambda: PowerSGD(start_step=-1), "start_step"),
         (lambda: Compressed(AllReduce(), "int8"), "dtype"),
     ],

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, Ops, SharedHook, State, Steps
-
-__all__ = ["AllReduce", "Compressed", "Noop"]
+from unified_ddp.hooks.collectives import Steps
+from unified_ddp.hooks.ops import Ops
+from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, SharedHook, State
 
 
 @dataclasses.dataclass(frozen=True)

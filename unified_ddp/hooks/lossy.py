@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, SharedHook, State, Steps, work_dtype
-
-__all__ = ["LossyHook"]
+from unified_ddp.hooks.collectives import Array, Steps
+from unified_ddp.hooks.ops import Ops
+from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, SharedHook, State, work_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Hooks of `unified_ddp.hooks` in JAX: their operations, collectives and state."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,20 +9,12 @@ import numpy as np
 from jax import lax
 
 from unified_ddp.errors import MisuseError
-from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum, drive
+from unified_ddp.hooks.collectives import Gather, Steps, Sum, drive
+from unified_ddp.hooks.ops import Ops
+from unified_ddp.hooks.protocol import BucketLayout, HookBucket, SharedHook, State
 from unified_ddp.jax.reduction.axes import checked_axes, mark_varying, replica_count
 from unified_ddp.jax.reduction.packing import unpack
 from unified_ddp.plan import BucketPlan
-
-
-def describe(hook: Any) -> str | None:
-    """Returns the name of a hook with its arguments, the same in all processes that have the same hook."""
-    if not isinstance(hook, SharedHook):
-        return getattr(hook, "__name__", type(hook).__name__) if hook else None
-    fields: Any = dataclasses.fields(hook) if dataclasses.is_dataclass(hook) else ()
-    values: dict[str, Any] = {field.name: getattr(hook, field.name) for field in fields}
-    told = (f"{n}={describe(v) if isinstance(v, SharedHook) else repr(v)}" for n, v in values.items())
-    return f"{type(hook).__name__}({', '.join(told)})"
 
 
 def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout, ...]:
@@ -110,63 +101,33 @@ def _run(steps: Steps, axes: tuple[str, ...]) -> Any:
     return drive(steps, perform)
 
 
-class JaxOps:
-    """Implements `unified_ddp.hooks.protocol.Ops` for traced arrays."""
-
-    from_numpy = staticmethod(jnp.asarray)
-    sqrt = staticmethod(jnp.sqrt)
-    log = staticmethod(jnp.log)
-    cos = staticmethod(jnp.cos)
-    round = staticmethod(jnp.round)
-    stack = staticmethod(jnp.stack)
+class JaxOps(Ops):
+    """Operations on traced arrays of one replica."""
 
     def __init__(self, axes: tuple[str, ...]) -> None:
+        super().__init__(jnp)
         self._axes = axes
 
-    def cast(self, array: jax.Array, dtype: str) -> jax.Array:
-        """Returns the array in a dtype."""
-        return array.astype(dtype)
-
-    def zeros(self, count: int, dtype: str) -> jax.Array:
-        """Returns zeros."""
-        return jnp.zeros(count, dtype)
-
-    def concat(self, arrays: Sequence[jax.Array], axis: int = 0) -> jax.Array:
-        """Joins arrays along an axis."""
-        return jnp.concatenate(arrays, axis)
-
     def split(self, flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-        """Returns the pieces of a flat array."""
+        """Returns the pieces of a flat array, with little to compile."""
         return unpack(flat, [jax.ShapeDtypeStruct((size,), flat.dtype) for size in sizes])
-
-    def where(self, condition: jax.Array, a: Any, b: Any) -> jax.Array:
-        """Chooses elementwise."""
-        return jnp.where(condition, a, b)
 
     def matmul(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Multiplies in the arrays' own precision, also on GPUs, as torch does."""
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
-    def amax(self, array: jax.Array) -> jax.Array:
-        """Returns the maximum along the last axis."""
-        return jnp.max(array, axis=-1, keepdims=True)
-
-    def qr(self, matrices: jax.Array) -> jax.Array:
-        """Returns the orthonormal factors."""
-        return jnp.linalg.qr(matrices).Q
-
     def top_k(self, array: jax.Array, k: int) -> jax.Array:
         """Returns the indices of the largest."""
         return lax.top_k(array, k)[1]
 
-    def scatter_sum(self, count: int, indices: jax.Array, values: jax.Array) -> jax.Array:
+    def scatter_add(self, total: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
         """Adds values at indices, rank by rank: one scatter of all may add in any order on a GPU."""
 
         def add(rank: Any, total: jax.Array) -> jax.Array:
             return total.at[indices[rank]].add(values[rank], unique_indices=True)
 
-        zeros = jnp.zeros(count, values.dtype) + 0 * values[0, 0]  # typed as varying as the values
-        return add(0, zeros) if len(values) == 1 else lax.fori_loop(0, len(values), add, zeros)
+        total = total + 0 * values[0, 0]  # typed as varying as the values
+        return add(0, total) if len(values) == 1 else lax.fori_loop(0, len(values), add, total)
 
     def branch(self, condition: jax.Array, yes: Callable[[], Steps], no: Callable[[], Steps]) -> Steps:
         """Runs one of two at run time."""

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from unified_ddp.errors import MisuseError
-from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum
+from unified_ddp.hooks.collectives import Gather, Steps, Sum
+from unified_ddp.hooks.protocol import BucketLayout, HookBucket, SharedHook, State
 from unified_ddp.torch.comm_hooks.ops import TorchOps
 from unified_ddp.torch.reduction.bucket import GradBucket
 from unified_ddp.torch.schema import dtype_name
