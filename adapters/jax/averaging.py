@@ -12,8 +12,7 @@ from jax import lax
 from unified_ddp.hooks.describe import describe
 from unified_ddp.hooks.protocol import SharedHook
 from unified_ddp.jax.comm_hooks.function import CommHook, FunctionReducer
-from unified_ddp.jax.comm_hooks.shared import SharedReducer
-from unified_ddp.jax.comm_hooks.state import local_states, stacked_like
+from unified_ddp.jax.comm_hooks.shared import SharedReducer, local_states, stacked_like
 from unified_ddp.jax.pytrees.planned import PlannedParams
 from unified_ddp.jax.pytrees.precision import cast_floating, floating_dtype
 from unified_ddp.jax.reduction.axes import axis_names, mark_varying, replica_count, require_axes

@@ -33,6 +33,15 @@ def make_step(params: Any, loss: Any, size: int, optimizer: Any = None, **option
     return ddp.train_step(loss, optimizer or optax.sgd(RATE, momentum=0.9), **options)
 
 
+def run(step: Any, params: Any, data: list[Any], buffers: Any = None, **arguments: Any) -> Any:
+    """Returns the last state, and what each step gave beside it."""
+    state, values = step.init(params, buffers), []
+    for batch in data:
+        state, value = step(state, batch, **arguments)
+        values.append(value)
+    return state, values
+
+
 def plain_steps(
     loss: Callable[..., Any], params: Any, optimizer: Any, batches: list[Any], parts: int
 ) -> tuple[Any, list[float]]:

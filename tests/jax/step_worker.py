@@ -8,6 +8,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax
 from unified_ddp.errors import UnifiedDDPError
 from unified_ddp.hooks import TopK
 from unified_ddp.jax import DistributedDataParallel, initialize, pad_batch
+from unified_ddp.jax.step.processes import ProcessGathering
 from unified_ddp.plan import MIB
 
 initialize(initialization_timeout=60)
@@ -157,6 +159,13 @@ def different() -> dict[str, Any]:
         "params": _error(lambda: step(other, batch)),
         "loss after them": float(step(state, batch)[1]),
     }
+
+
+def without_store() -> dict[str, Any]:
+    """As where JAX hides its key-value store: texts are gathered by collectives."""
+    with mock.patch.dict(sys.modules, {"jax._src.distributed": None}):
+        texts = ProcessGathering("the test", None).all_gather_text("\u00e9" * (rank + 1))
+        return {"texts": texts, "error": _error(lambda: make_step(accumulate=1 + rank).init(make_params()))}
 
 
 def not_finite() -> dict[str, Any]:

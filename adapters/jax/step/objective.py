@@ -20,16 +20,7 @@ class Objective:
     options: StepOptions
 
     def __call__(self, params: Any, buffers: Any, inputs: StepInputs, scale: Any) -> tuple[Any, tuple[Any, Any]]:
-        """Returns a microbatch's term in the sum over microbatches whose mean over replicas is minimised.
-
-        Args:
-            params: of the model.
-            buffers: of this replica, or None.
-            inputs: of the microbatch.
-            scale: see `ReplicaTable.scale`.
-
-        Returns:
-            The term, and the pair of terms of aux and new buffers.
+        """Returns a microbatch's term in the sum whose mean over replicas is minimised, and (terms of aux, buffers).
 
         Raises:
             TypeError: (at trace time) `loss_fn` returned something else than it is to return.

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from typing import Any
 
 import jax
@@ -32,12 +33,12 @@ class ProcessGathering:
 
     Args:
         what: names the caller in errors.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others; None waits for ever.
     """
 
-    def __init__(self, what: str, timeout: float) -> None:
+    def __init__(self, what: str, timeout: float | None) -> None:
         self._what = what
-        self._timeout = timeout
+        self._timeout = timeout or threading.TIMEOUT_MAX
 
     def all_gather_ints(self, value: int) -> list[int]:
         """Returns every process's integer, by process."""

@@ -44,10 +44,8 @@ class ReplicaStep:
             scale = jnp.where(jnp.any(differ), 0, scale)
             checks = {"uneven": differ[0], "apart": differ[1] | differ[2], "step": state.step}
         loss, aux, grads, buffers = self._accumulated(state, inputs.of_replica(state.step, axes), scale)
-        if state.hook_state is None:
-            means, hook_state = self.averaging.all_reduce(grads), None
-        else:
-            means, hook_state = self.averaging.all_reduce(grads, state.hook_state)
+        reduced = self.averaging.all_reduce(grads, state.hook_state)
+        means, hook_state = (reduced, None) if state.hook_state is None else reduced
         loss, aux = self.averaging.mean((loss, aux))
         checks |= self._check(jax.tree.leaves(grads), jax.tree.leaves(means))
         return StepResults(loss, aux, means, self._synced(buffers, table), hook_state, checks)
@@ -93,7 +91,7 @@ class ReplicaStep:
         kept = [x for x, is_averaged in zip(leaves, averaged, strict=True) if not is_averaged]
         firsts = iter(broadcast(kept, table.axes, jnp.argmax(active), self.averaging.strategy))
         count = jnp.sum(active)
-        share = jnp.where(count > 0, active[table.own_row] * len(active) / jnp.maximum(count, 1), 1)
+        share = jnp.where(count > 0, active[lax.axis_index(table.axes)] * len(active) / jnp.maximum(count, 1), 1)
         shares = [x * share.astype(x.dtype) for x, is_averaged in zip(leaves, averaged, strict=True) if is_averaged]
         means = iter(self.averaging.mean(shares))
         return jax.tree.unflatten(treedef, [next(means if is_averaged else firsts) for is_averaged in averaged])

@@ -41,11 +41,6 @@ class ReplicaTable:
         return cls(axes, jnp.any(told != told[:1], axis=0), weights)
 
     @property
-    def own_row(self) -> jax.Array:
-        """This replica's number."""
-        return lax.axis_index(self.axes)
-
-    @property
     def active(self) -> jax.Array:
         """Which replicas have any weight, or rows at all: shape (replicas,)."""
         return jnp.ones(replica_count(self.axes), bool) if self.weights is None else self.weights > 0
@@ -57,7 +52,7 @@ class ReplicaTable:
         """
         if self.weights is None:
             return 1 / options.accumulate
-        own, replicas = self.weights[self.own_row], len(self.weights)
+        own, replicas = self.weights[lax.axis_index(self.axes)], len(self.weights)
         if options.reduction == "weighted_mean":
             return replicas * _inverse(jnp.sum(self.weights))
         if options.divide_by_initial_world_size:

@@ -1,7 +1,6 @@
 """What a step has to raise once it has ended: what differed between processes, or was not finite."""
 
 import json
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +12,7 @@ from unified_ddp.ranks.texts import shortened, tell_sides
 
 
 class Dispatched(NamedTuple):  # a pytree, so that its arrays can be waited for
-    """A step under way.
-
-    Attributes:
-        value: what the caller got.
-        checks: see `StepResults`.
-        told: what this process gave, in words.
-        held: checksums of what it restored by itself.
-    """
+    """A step under way: what the caller got, its checks, and what this process gave, in words and as checksums."""
 
     value: Any
     checks: dict[str, jax.Array]
@@ -38,7 +30,7 @@ class Reports:
 
     def __init__(self, names: tuple[str, ...], options: StepOptions) -> None:
         self._names = names
-        self._timeout = options.timeout or threading.TIMEOUT_MAX
+        self._timeout = options.timeout
         self._unchanged = "" if options.donate else "State is unchanged. "
 
     def judge(self, step: int, ended: Dispatched) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +105,7 @@ class TrainStep:
             return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_sharding)(values)
         averaging, options = self._averaging, self._options.compared() | {"mesh": dict(self.mesh.shape)}
         check_processes(
-            ProcessGathering("train_step's init", self._options.timeout or threading.TIMEOUT_MAX),
+            ProcessGathering("train_step's init", self._options.timeout),
             values["params"],
             values["buffers"],
             jax.eval_shape(self._optimizer.init, averaging.planned.find(values["params"]).trained),

@@ -106,18 +106,3 @@ def test_empty_tree(pair: Replicas) -> None:
 def test_source_that_is_no_replica(pair: Replicas, source: Any) -> None:
     with pytest.raises(ValueError, match=f"0 to 1, not {source!r}"):
         pair(lambda _, b: _ddp().broadcast_from(b, source), None, jnp.ones(2))
-
-
-def test_mean_of_metrics(pair: Replicas) -> None:
-    metrics = {"loss": jnp.array([1.0, 3.0]), "hits": jnp.array([1, 2]), "right": jnp.array([True, False])}
-
-    def step(_: Any, local: Any) -> Any:
-        return _ddp().mean(local | {"examples": 8})
-
-    got = pair(step, None, metrics)
-    assert {name: value.reshape(2).tolist() for name, value in got.items()} == {
-        "loss": [2, 2],
-        "hits": [1.5, 1.5],
-        "right": [0.5, 0.5],
-        "examples": [8, 8],
-    }

@@ -17,7 +17,17 @@ pytestmark = pytest.mark.timeout(300)
 
 PROCESSES = 2
 WORKER = Path(__file__).parents[1] / "step_worker.py"
-CASES = ("trains", "hooks", "keys_and_weights", "mismatches", "uneven", "different", "not_finite", "stalls")
+CASES = (
+    "trains",
+    "hooks",
+    "keys_and_weights",
+    "mismatches",
+    "uneven",
+    "different",
+    "without_store",
+    "not_finite",
+    "stalls",
+)
 
 
 def run(folder: Path, devices: int, cases: tuple[str, ...], **env: str) -> dict[str, Any]:
@@ -147,3 +157,9 @@ def test_gradients_that_are_not_finite_are_named_in_every_process(results: dict[
     for result in results["not_finite"]:
         assert result["error"].startswith("NonFiniteError: step 0: gradients are not finite: 'dense1.bias', ")
         assert "on replica 3 (process 1). State is unchanged" in result["error"]
+
+
+def test_a_jax_that_hides_its_store_gathers_by_collectives(results: dict[str, Any]) -> None:
+    for result in results["without_store"]:
+        assert result["texts"] == ["\u00e9", "\u00e9\u00e9"]
+        assert "accumulate is '1' on process 0, '2' on process 1" in result["error"]

@@ -1,18 +1,18 @@
 """Steps that cannot be taken, or are not to be: named, and the state stays as it was."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax_cases import loss_fn, make_batch, make_params, mesh
+from jax_cases import loss_fn, make_batch, make_params
 from step_cases import assert_same, make_step
 
-from unified_ddp.errors import AxisError, NonFiniteError, UnevenDataError
-from unified_ddp.jax import DistributedDataParallel, pad_batch
+from unified_ddp.errors import NonFiniteError, ReplicaMismatchError, UnevenDataError
+from unified_ddp.jax.step import reports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,111 +75,24 @@ def test_ignore_hands_it_to_the_optimizer() -> None:
     assert not jnp.isfinite(state.params["scale"])
 
 
-@pytest.mark.parametrize(("rows", "accumulate"), [(6, 1), (4, 2)])
-def test_rows_that_cannot_be_shared_evenly(rows: int, accumulate: int) -> None:
-    params = make_params()
-    step = make_step(params, loss_fn, 4, accumulate=accumulate)
-    message = rf"batch leaf 'x' has {rows} rows, which 4 replica\(s\) .* in {accumulate} microbatch.*pad_batch"
-    with pytest.raises(UnevenDataError, match=message):
-        step(step.init(params), jax.tree.map(lambda x: x[:rows], make_batch()))
+def _judge(monkeypatch: pytest.MonkeyPatch, texts: list[str], checks: dict[str, Any], **options: Any) -> None:
+    gathered = SimpleNamespace(all_gather_text=lambda text: texts)
+    monkeypatch.setattr(reports, "ProcessGathering", lambda what, timeout: gathered)
+    ended = reports.Dispatched(None, {name: jnp.asarray(value) for name, value in checks.items()}, "", {})
+    reports.Reports(("w",), SimpleNamespace(timeout=1, **options)).judge(3, ended)
 
 
-def _per_row(params: Any, batch: Any) -> Any:
-    return jnp.ones(len(batch["x"])) * loss_fn(params, batch)
-
-
-@pytest.mark.parametrize(
-    ("loss", "options", "arguments", "buffers", "message"),
-    [
-        (_per_row, {}, {}, None, r"returned a loss of shape \(4,\); return the mean over the batch, or pass weight="),
-        (loss_fn, {}, {"weight": np.ones(8)}, None, r"a weight of shape \(4,\) a microbatch, the loss must have that"),
-        (loss_fn, {"has_aux": True}, {}, None, r"is to return \(loss, aux\), but it returned one"),
-        (lambda p, b: (loss_fn(p, b), {}), {}, {}, None, r"the loss alone, but it returned 2 values; has_aux=True is"),
-        (lambda p, b, buffers: loss_fn(p, b), {}, {}, jnp.ones(2), r"is to return \(loss, buffers\)"),
-        (
-            lambda p, b, buffers: (loss_fn(p, b), buffers),
-            {"has_aux": True},
-            {},
-            jnp.ones(2),
-            r"is to return \(loss, buffers, aux\), but it returned 2 values",
-        ),
-        (
-            lambda p, b, buffers: (loss_fn(p, b), buffers[:1]),
-            {},
-            {},
-            jnp.ones(2),
-            r"buffers of another structure, shape or dtype .*float32\[2\].* became .*float32\[1\]",
-        ),
-    ],
-)
-def test_what_the_loss_function_returns(loss: Any, options: Any, arguments: Any, buffers: Any, message: str) -> None:
-    params = make_params()
-    step = make_step(params, loss, 2, **options)
-    with pytest.raises(TypeError, match=message):
-        step(step.init(params, buffers), make_batch(), **arguments)
-
-
-def test_what_a_step_takes() -> None:
-    params = make_params()
-    step = make_step(params, loss_fn, 2)
-    with pytest.raises(TypeError, match="takes the state that init or the step before returned, not dict"):
-        step(params, make_batch())
-    with pytest.raises(TypeError, match=r"is jitted already.*call it outside jax\.jit"):
-        jax.jit(step)(step.init(params), make_batch())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"reduction": "sum"}, ValueError, "reduction takes 'weighted_mean', 'mean', not 'sum'"),
-        ({"buffer_sync": "sum"}, ValueError, "buffer_sync takes"),
-        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite takes"),
-        ({"accumulate": 0}, ValueError, "accumulate takes a number of microbatches, 1 or more, not 0"),
-        ({"compute_dtype": jnp.int8}, ValueError, "compute_dtype takes a floating-point type"),
-        ({"donate": True, "on_nonfinite": "raise"}, ValueError, "gives the old state away"),
-        ({"mesh": mesh(2, "batch")}, AxisError, "the mesh has no axis 'data', only 'batch'"),
-    ],
-)
-def test_wrong_options(options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        DistributedDataParallel(make_params()).train_step(loss_fn, optax.sgd(0.1), **options)
-
-
-def test_several_axes_need_a_mesh() -> None:
-    ddp = DistributedDataParallel(make_params(), axis_name=("host", "device"))
-    with pytest.raises(ValueError, match=r"give mesh=, as \('host', 'device'\)"):
-        ddp.train_step(loss_fn, optax.sgd(0.1))
-
-
-def test_leaves_that_are_no_arrays() -> None:
-    params = make_params()
-    step = make_step(params, loss_fn, 2)
-    with pytest.raises(TypeError, match=r"leaf 'params\.act' is a function, no array; .* eqx\.partition"):
-        step.init(params | {"act": lambda x: x})
-    with pytest.raises(TypeError, match="batch leaf 'name' is a str"):
-        step(step.init(params), make_batch() | {"name": "first"})
-
-
-@pytest.mark.parametrize(
-    ("trainable", "error", "message"),
-    [
-        ({"dense": True}, ValueError, "structure does not fit params"),
-        (lambda name: 1, TypeError, "returned 1 for"),
-        ("scale", TypeError, "trainable takes a pytree of bools or a function of a name, not 'scale'"),
-    ],
-)
-def test_wrong_filters(trainable: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        DistributedDataParallel(make_params(), trainable=trainable)
-
-
-def test_wrong_reduce_dtype() -> None:
-    with pytest.raises(ValueError, match="reduce_dtype takes a floating-point type"):
-        DistributedDataParallel(make_params(), reduce_dtype=jnp.int8)
-
-
-def test_pad_batch_takes_leaves_with_equally_many_rows() -> None:
-    with pytest.raises(ValueError, match=re.escape("at most 4, not [2, 3]")):
-        pad_batch({"x": np.ones(3), "y": np.ones(2)}, 4)
-    with pytest.raises(ValueError, match=re.escape("at most 4, not [5]")):
-        pad_batch(np.ones(5), 4)
+@pytest.mark.parametrize(("donate", "unchanged"), [(False, "State is unchanged. "), (True, "")])
+def test_what_differed_between_processes(monkeypatch: pytest.MonkeyPatch, donate: bool, unchanged: str) -> None:
+    told = re.escape(
+        "a on process 0, b on process 1. " + unchanged + "Drop the remainder, or fill every process's batch"
+    )
+    with pytest.raises(UnevenDataError, match=f"^step 3: processes gave batches or arguments that differ: {told}"):
+        _judge(monkeypatch, ["a", "b"], {"uneven": True, "apart": True, "step": 0}, donate=donate)
+    held = ['{"step": 1, "params.w": 5}', '{"step": 1}']
+    told = "params.w was restored with checksum 5 on process 0, not restored on process 1. " + unchanged
+    with pytest.raises(
+        ReplicaMismatchError, match=f"^step 3: processes gave states that differ: {told}Restore the same"
+    ):
+        _judge(monkeypatch, held, {"uneven": False, "apart": True, "step": 1}, donate=donate)
+    _judge(monkeypatch, held, {"uneven": False, "apart": False, "step": 1}, donate=donate)
