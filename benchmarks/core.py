@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from unified_ddp import BucketPlan, ParamSpec, bucket_caps, plan_in_ready_order, plan_to_json, schema_fingerprint
+from unified_ddp.passes import Pass, PassKind
 from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
-from unified_ddp.reducer import Pass, PassKind, Reducer
+from unified_ddp.reducer import Reducer
 from unified_ddp.usage import Usage
 
 PARAMS = 100_000

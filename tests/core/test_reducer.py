@@ -16,9 +16,10 @@ from unified_ddp import (
     UnusedParameterError,
     plan_in_ready_order,
 )
+from unified_ddp.passes import Pass, PassKind
 from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
-from unified_ddp.reducer import Pass, PassKind, Phase, Reducer
+from unified_ddp.reducer import Phase, Reducer
 from unified_ddp.usage import Usage
 
 

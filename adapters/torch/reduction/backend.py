@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unified_ddp.passes import Pass, PassKind, Reduction
 from unified_ddp.plan import BucketPlan, BucketSpec
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.ranks.texts import shortened
-from unified_ddp.reducer import Pass, PassKind, Reduction
 from unified_ddp.torch.reduction.bucket import GradBucket
 from unified_ddp.torch.reduction.comm_hook import CommHook, DenseReduction, WorkReduction
 from unified_ddp.torch.reduction.mixed_precision import MixedBucketStorage, MixedPrecision

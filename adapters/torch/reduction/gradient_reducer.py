@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from unified_ddp.errors import MisuseError, UnusedParameterError
+from unified_ddp.passes import Forward, PassKind
 from unified_ddp.plan import BucketPlan, initial_plan, rebuilt_plan
 from unified_ddp.ranks.control import Control
 from unified_ddp.ranks.progress import Progress
-from unified_ddp.reducer import Forward, PassKind, Phase, Reducer
+from unified_ddp.reducer import Phase, Reducer
 from unified_ddp.torch.options import Options
 from unified_ddp.torch.reduction import autograd, distributed_autograd, timing
 from unified_ddp.torch.reduction.arrivals import Arrivals

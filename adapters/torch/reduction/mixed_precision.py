@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.utils import _cast_forward_inputs
 
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-from unified_ddp.reducer import BucketState
 from unified_ddp.torch.reduction.storage import BucketStorage, Context, gradient_views, scale_gradient
 
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 import torch
 
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-from unified_ddp.reducer import BucketState
 from unified_ddp.torch.reduction.storage import Context
 
 

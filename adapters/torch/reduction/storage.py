@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-from unified_ddp.reducer import BucketState
 
 Context = Mapping[torch.Tensor, torch.Tensor]
 """Gradients by parameter, where a pass reduces others than `.grad`, in place."""
