@@ -59,8 +59,8 @@ def verify(
         float, typer.Option(help="Seconds without progress until the run is given up.")
     ] = VerifyConfig.timeout,
     inject: Annotated[Fault | None, typer.Option(help="Break something on purpose; it must be caught.")] = None,
-    inject_into: Annotated[Side, typer.Option(help="The side to break.")] = VerifyConfig.inject_into,
-    inject_bucket: Annotated[int, typer.Option(help="The bucket to break.")] = VerifyConfig.inject_bucket,
+    inject_into: Annotated[Side | None, typer.Option(help="The side to break. [torch]")] = None,
+    inject_bucket: Annotated[int | None, typer.Option(help="The bucket to break. [1]")] = None,
     inject_rank: Annotated[
         int | None, typer.Option(help="The rank at fault, for stale-rank, die and hang. [the last]")
     ] = None,

@@ -234,7 +234,7 @@ def test_states_go_with_their_parameters(name: str) -> None:
 def test_hooks_that_ask_for_different_collectives_are_named() -> None:
     class Uneven(SharedHook):
         def __call__(self, state: Any, bucket: Any, /) -> Any:
-            total = yield Sum(bucket.buffer[: state["count"]])
+            total = yield Sum(bucket.storage[: state["count"]])
             return total, state
 
     with pytest.raises(RuntimeError, match="different collectives"):

@@ -180,7 +180,7 @@ class Failing(SharedHook):
         self.failed = False
 
     def __call__(self, state: Any, bucket: Any, /) -> Any:
-        mean = yield from bucket.mean(bucket.buffer, bucket.layout.dtype)
+        mean = yield from bucket.mean(bucket.storage, bucket.layout.dtype)
         if bucket.layout.index == 1 and not self.failed:
             self.failed = True
             raise KeyError("user error")

@@ -19,7 +19,7 @@ class Noop(SharedHook):
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
         """Returns the bucket as it is, and asks for nothing."""
         yield from ()  # a generator, as every hook
-        return bucket.buffer, state
+        return bucket.storage, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class AllReduce(SharedHook):
 
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
         """Returns the mean of the bucket."""
-        mean = yield from bucket.mean(bucket.buffer, bucket.layout.dtype)
+        mean = yield from bucket.mean(bucket.storage, bucket.layout.dtype)
         return mean, state
 
 

@@ -63,12 +63,12 @@ class LossyHook(SharedHook):
         return reduced, (after | {"step": state["step"] + 1} if self.counts_steps else after)
 
     def _mean(self, state: State, bucket: HookBucket) -> Steps:
-        mean = yield from bucket.mean(bucket.buffer, bucket.layout.dtype)
+        mean = yield from bucket.mean(bucket.storage, bucket.layout.dtype)
         return mean, state
 
     def _compressed(self, state: State, bucket: HookBucket) -> Steps:
         ops, dtype = bucket.ops, work_dtype(bucket.layout, self)
-        value = ops.cast(bucket.buffer, dtype)
+        value = ops.cast(bucket.storage, dtype)
         if self.error_feedback:
             value = value + state["error"]
         mean, sent, state = yield from self.compress(state, bucket, value, dtype)

@@ -52,14 +52,14 @@ class HookBucket:
 
     Attributes:
         layout: what is in it.
-        buffer: the gradients, shape (numel,), not divided by the number of ranks.
+        storage: the gradients, shape (numel,), not divided by the number of ranks.
         world_size: number of ranks.
         ops: operations on such arrays.
         wire: dtype in which floating-point numbers are sent where it is narrower than theirs, see `Compressed`.
     """
 
     layout: BucketLayout
-    buffer: Array
+    storage: Array
     world_size: int
     ops: Ops
     wire: str | None = None
@@ -106,7 +106,7 @@ class SharedHook(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
-        """Yields collectives; returns the reduced bucket (as `bucket.buffer`) and the state for the next step."""
+        """Yields collectives; returns the reduced bucket (as `bucket.storage`) and the state for the next step."""
 
     def carry(self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[Held]) -> State:
         """Returns the state of a new bucket after buckets were planned anew.

@@ -78,9 +78,9 @@ class _Run:
 
     def _require_bucket(self, plan: BucketPlan) -> None:
         fault, count = self.config.inject, len(plan.buckets)
-        if fault and fault.breaks_reduction and self.config.inject_bucket >= count:
+        if fault and fault.breaks_reduction and self.config.bucket_at_fault >= count:
             raise VerifyError(
-                f"--inject-bucket {self.config.inject_bucket}: the plan has "
+                f"--inject-bucket {self.config.bucket_at_fault}: the plan has "
                 f"{'only bucket 0' if count == 1 else f'the buckets 0 to {count - 1}'}; give one of them, or a smaller "
                 "--bucket-cap-mb for more buckets"
             )
