@@ -1,4 +1,4 @@
-"""Features around the reduction: uneven inputs, mixed precision, delayed and skipped parameters, logging data."""
+"""Which parameters are reduced when: delayed and unused ones, skipped buckets, undefined gradients."""
 
 import contextlib
 import copy
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import MLP, TwoHeads
-from support.oracle import assert_equals_oracle, check_step, mean_over_ranks, oracle
+from support.oracle import assert_equals_oracle, check_step, oracle
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -18,85 +17,6 @@ from unified_ddp.torch import DistributedDataParallel
 
 def backward(module: nn.Module, x: torch.Tensor) -> None:
     module(x).pow(2).mean().backward()
-
-
-def case_join(rank: int, world_size: int, initial: bool, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(MLP(), **options)
-    steps = 2 + 2 * rank
-    for epoch in range(2):
-        with ddp.join(divide_by_initial_world_size=initial):
-            for step in range(steps):
-                active = world_size if step < 2 else world_size - 1
-                data = [torch.full((3, 8), 0.1 * (1 + r + step + epoch)) for r in range(world_size)]
-                expected: dict[str, torch.Tensor] = {}
-                for r in range(world_size - active, world_size):
-                    other = copy.deepcopy(ddp.module)
-                    backward(other, data[r])
-                    for name, p in other.named_parameters():
-                        assert p.grad is not None
-                        expected[name] = expected.get(name, 0) + p.grad / (world_size if initial else active)
-                ddp.zero_grad()
-                backward(ddp, data[rank])
-                for name, p in ddp.module.named_parameters():
-                    torch.testing.assert_close(p.grad, expected[name])
-        check_step(ddp, lambda m: backward(m, torch.ones(3, 8) * rank))  # outside the context again
-    for p in ddp.parameters():
-        every = [torch.empty_like(p) for _ in range(world_size)]
-        dist.all_gather(every, p.detach())
-        assert torch.equal(every[0], every[1])
-
-
-@pytest.mark.parametrize("initial", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"bucket_cap_mb": 0.0005, "find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
-def test_join(world: Callable[[int], Any], initial: bool, options: dict[str, Any]) -> None:
-    world(2).run(case_join, initial=initial, options=options)
-
-
-def case_join_throws(rank: int, world_size: int) -> str:
-    ddp = DistributedDataParallel(MLP())
-
-    def train() -> None:
-        with ddp.join(throw_on_early_termination=True):
-            for _ in range(2 + rank):
-                backward(ddp, torch.randn(3, 8))
-
-    with pytest.raises(RuntimeError) as caught:
-        train()
-    return str(caught.value)
-
-
-def test_join_can_throw(world: Callable[[int], Any]) -> None:
-    for message in world(2).run(case_join_throws):
-        assert "exhausted" in message
-
-
-def case_mixed(rank: int, world_size: int, dtype: str, reduce: str | None) -> None:
-    low = getattr(torch, dtype)
-    config = _MixedPrecision(param_dtype=low, reduce_dtype=getattr(torch, reduce) if reduce else None)
-    ddp = DistributedDataParallel(MLP(), mixed_precision=config, bucket_cap_mb=0.002)
-    k = 0.03 if low is torch.bfloat16 else 0.01
-    for _ in range(3):
-        batches = [torch.randn(5, 8) for _ in range(2)]
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, b=batches: [backward(m, x) for x in b])
-        with ddp.no_sync():
-            backward(ddp, batches[0])
-        assert all(p.dtype is torch.float32 and p.grad.dtype is torch.float32 for p in ddp.parameters())
-        assert ddp(batches[1]).dtype is low
-        with torch.no_grad():
-            ddp(batches[1])
-        assert all(p.dtype is torch.float32 for p in ddp.parameters())
-        backward(ddp, batches[1])
-        assert all(p.dtype is torch.float32 for p in ddp.parameters())
-        assert_equals_oracle(ddp.module, expected, k)
-    backward(copy.deepcopy(ddp), batches[0])
-
-
-@pytest.mark.parametrize(("dtype", "reduce"), [("float16", None), ("bfloat16", None), ("float16", "float32")])
-def test_mixed_precision(world: Callable[[int], Any], dtype: str, reduce: str | None) -> None:
-    world(2).run(case_mixed, dtype=dtype, reduce=reduce)
 
 
 def case_delayed(rank: int, world_size: int, every: bool) -> None:
@@ -187,32 +107,3 @@ def case_used_under_no_sync(rank: int, world_size: int, mixed: bool) -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gradients_from_no_sync_of_a_parameter_unused_later(world: Callable[[int], Any], mixed: bool) -> None:
     world(2).run(case_used_under_no_sync, mixed=mixed)
-
-
-def case_logging(rank: int, world_size: int) -> dict[str, Any]:
-    ddp = DistributedDataParallel(MLP())
-    for _ in range(3):
-        backward(ddp, torch.randn(5, 8))
-    return ddp._get_ddp_logging_data()
-
-
-def test_logging_data(world: Callable[[int], Any]) -> None:
-    for rank, data in enumerate(world(2).run(case_logging)):
-        assert data["rank"] == rank
-        assert data["world_size"] == 2
-        assert data["iteration"] == 2
-        assert data["num_buckets_reduced"] == 1
-        assert data["can_set_static_graph"] == 1
-        assert data["avg_backward_comm_time"] > 0
-
-
-def case_helper(rank: int, world_size: int) -> None:
-    like = torch.zeros(3)
-    assert mean_over_ranks(None, like) is None
-    mean = mean_over_ranks(torch.ones(3) if rank else None, like)
-    assert mean is not None
-    assert mean.tolist() == [0.5, 0.5, 0.5]
-
-
-def test_the_oracle_counts_missing_gradients_as_zero(world: Callable[[int], Any]) -> None:
-    world(2).run(case_helper)
