@@ -70,7 +70,7 @@ test-gpu:
 	else \
 	  $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index . && \
 	  JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONSAFEPATH=1 \
-	    timeout 300 $(PYTHON) -m pytest -m gpu tests/torch/test_gpu.py $(PYTEST_ARGS); \
+	    timeout 300 $(PYTHON) -m pytest -m gpu tests/torch/programs/test_gpu.py $(PYTEST_ARGS); \
 	fi
 
 lint: $(STAMP)

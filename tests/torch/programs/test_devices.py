@@ -10,7 +10,7 @@ from support import jax_replicas
 
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
-# what test_gradients, test_features and test_torchs_hooks do not run in this form already
+# what other tests do not run in this form already
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("case_training", {"model": "conv and batch norm", "options": "views, static graph"}),
     ("case_training", {"model": "mixed dtypes, complex", "options": "small buckets, views"}),

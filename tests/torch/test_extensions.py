@@ -120,25 +120,6 @@ def test_where_it_cannot_be_called(world: Callable[[int], Any]) -> None:
     world(2).run(case_refused)
 
 
-def case_no_sync(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(MLP(), **SMALL)
-    for _ in range(2):
-        batches = [torch.randn(5, 8) for _ in range(3)]
-        ddp.zero_grad()
-        expected = oracle(ddp.module, lambda m, b=batches: [m(x).pow(2).sum().backward() for x in b])
-        for i, x in enumerate(batches):
-            with ddp.no_sync(enabled=i < len(batches) - 1):
-                ddp(x).pow(2).sum().backward()
-        assert ddp.require_backward_grad_sync
-        assert_equals_oracle(ddp.module, expected)
-        with ddp.no_sync(), ddp.no_sync(enabled=False):  # the outer one holds
-            assert not ddp.require_backward_grad_sync
-
-
-def test_no_sync_can_be_switched_off(world: Callable[[int], Any]) -> None:
-    world(2).run(case_no_sync)
-
-
 def case_changed(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(MLP())
     ddp.module.load_state_dict({n: nn.Parameter(t.clone()) for n, t in ddp.module.state_dict().items()}, assign=True)

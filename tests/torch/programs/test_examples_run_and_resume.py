@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.torchrun import torchrun
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "torch_ddp.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "torch_ddp.py"
 
 
 def train(folder: Path, *arguments: str) -> str:

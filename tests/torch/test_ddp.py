@@ -229,48 +229,6 @@ def test_buffers_follow_rank_0(world: Callable[[int], Any], sync: bool) -> None:
     world(2).run(case_buffers, sync=sync)
 
 
-NAN, INF = float("nan"), float("inf")
-BAD_CAPS: list[tuple[str, Any, type[Exception], str]] = [
-    *(("bucket_cap_mb", value, ValueError, repr(value)) for value in (0, -1, -0.5, NAN, INF, -INF)),
-    *(("bucket_cap_mb", value, TypeError, repr(value)) for value in ("25", True, [25], (1, 2), 1j, object)),
-    *(("bucket_cap_mb_list", [25, value], ValueError, repr(value)) for value in (0, -1.0, NAN, INF)),
-    *(("bucket_cap_mb_list", [value], TypeError, repr(value)) for value in ("x", None, False, [25])),
-    ("bucket_cap_mb_list", [], ValueError, "empty"),
-    ("bucket_cap_mb_list", (), ValueError, "empty"),
-    *(("bucket_cap_mb_list", value, TypeError, repr(value)) for value in (25, "25", 2.5, True)),
-]
-
-
-def case_bad_caps(rank: int, world_size: int) -> None:
-    for argument, value, error, shown in BAD_CAPS:
-        with pytest.raises(error) as caught:
-            DistributedDataParallel(MLP(), **{argument: value})
-        message = str(caught.value)
-        assert message.startswith(argument + " "), (value, message)
-        assert shown in message, (value, message)
-
-
-def test_bucket_caps_that_cannot_be(world: Callable[[int], Any]) -> None:
-    world(2).run(case_bad_caps)
-
-
-def case_bad_modules(rank: int, world_size: int) -> None:
-    with pytest.raises(RuntimeError, match="requires a gradient"):
-        DistributedDataParallel(frozen(MLP()))
-    with pytest.raises(RuntimeError, match="dummy forward"):
-        DistributedDataParallel(nn.LazyLinear(4))
-    with pytest.raises(ValueError, match="single element"):
-        DistributedDataParallel(MLP(), device_ids=[0, 1])
-    with pytest.raises(ValueError, match="device_ids"):
-        DistributedDataParallel(MLP(), device_ids=[0])
-    with pytest.raises(ValueError, match="same type of devices"):
-        DistributedDataParallel(Named(a=nn.Linear(2, 2), b=nn.Linear(2, 2, device="meta")))
-
-
-def test_modules_that_cannot_be_wrapped(world: Callable[[int], Any]) -> None:
-    world(2).run(case_bad_modules)
-
-
 def case_ignored(rank: int, world_size: int) -> None:
     model = MLP()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import MLP, ConvNet, TwoHeads
+from support.models import MLP, ConvNet
 from support.oracle import check_step, local_copy
 from torch import nn
 
@@ -41,36 +41,6 @@ def test_update_process_group(world: Callable[[int], Any]) -> None:
     world(2).run(case_other_group)
 
 
-def case_used_map(rank: int, world_size: int) -> list[int]:
-    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
-    ddp(torch.randn(5, 8), "lr"[rank])["lr"[rank]].sum().backward()
-    return ddp.reducer._get_local_used_map().tolist()
-
-
-def test_local_used_map_counts_ranks(world: Callable[[int], Any]) -> None:
-    for counts in world(2).run(case_used_map):
-        assert counts == [2, 2, 1, 1, 1, 1]
-
-
-def case_late_static_graph(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(TwoHeads())
-    ddp._set_static_graph()
-    assert ddp.static_graph
-    for _ in range(3):  # "right" is used in no iteration
-        x = torch.randn(5, 8)
-        check_step(ddp, lambda m, x=x: m(x, "l")["l"].pow(2).sum().backward())
-    with pytest.warns(UserWarning, match="no need to set it again"):
-        ddp._set_static_graph()
-    other = DistributedDataParallel(MLP())
-    backward(other, torch.randn(5, 8))
-    with pytest.raises(RuntimeError, match="before training loop starts"):
-        other._set_static_graph()
-
-
-def test_static_graph_set_after_construction(world: Callable[[int], Any]) -> None:
-    world(2).run(case_late_static_graph)
-
-
 def case_small(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(ConvNet())
     assert ddp.broadcast_bucket_size == 250 * 1024 * 1024
@@ -103,18 +73,22 @@ def test_the_rest(world: Callable[[int], Any]) -> None:
     world(2).run(case_small)
 
 
-def case_joined(rank: int, world_size: int) -> int:
-    """When all have joined, the model is the one of a rank that joined last."""
-    ddp = DistributedDataParallel(ConvNet())
-    with ddp.join():
-        for _ in range(2 + 2 * (1 - rank)):
-            backward(ddp, torch.randn(5, 64))
-    state = [t.double() for t in ddp.module.state_dict().values()]
-    everybodys = [torch.empty_like(torch.cat([t.reshape(-1) for t in state])) for _ in range(world_size)]
-    dist.all_gather(everybodys, torch.cat([t.reshape(-1) for t in state]))
-    assert torch.equal(everybodys[0], everybodys[1])
-    return ddp._authoritative_rank
+def case_scatter_gather(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP())
+    inputs, kwargs = ddp.to_kwargs((torch.ones(2), "text"), {"a": [torch.zeros(1)]}, 0)
+    assert torch.equal(inputs[0][0], torch.ones(2))
+    assert inputs[0][1] == "text"
+    assert torch.equal(kwargs[0]["a"][0], torch.zeros(1))
+    assert ddp.train(False) is ddp
+    assert not ddp.module.training
+    assert ddp.join_device == torch.device("cpu")
+    assert ddp.join_process_group is ddp.process_group
+    ddp._set_sparse_metadata({"a": torch.zeros(1)})
+    ddp._set_ddp_sink_clone(False)
+    ddp._register_accum_grad_hook()
+    x = torch.randn(5, 8)
+    check_step(ddp.train(), lambda m: backward(m, x))
 
 
-def test_authoritative_rank(world: Callable[[int], Any]) -> None:
-    assert world(2).run(case_joined) == [0, 0]
+def test_small_members(world: Callable[[int], Any]) -> None:
+    world(2).run(case_scatter_gather)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import MLP, ConvNet
-from support.oracle import check_step
+from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -132,3 +132,50 @@ def case_state_dict(rank: int, world_size: int) -> None:
 
 def test_state_dicts(world: Callable[[int], Any]) -> None:
     world(2).run(case_state_dict)
+
+
+def case_checkpoint(rank: int, world_size: int, plain: bool) -> None:
+    ddp = DistributedDataParallel(ConvNet())
+    backward(ddp, torch.randn(5, 64))
+    memory = io.BytesIO()
+    torch.save(ddp.state_dict(), memory)
+    kept = [memory.getvalue()]
+    dist.broadcast_object_list(kept, 0)
+    state = torch.load(io.BytesIO(kept[0]), map_location="cpu", weights_only=True)
+    other = ConvNet()
+    if plain:
+        torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+        other.load_state_dict(state)
+        other_ddp = DistributedDataParallel(other)
+    else:
+        other_ddp = DistributedDataParallel(other)
+        other_ddp.load_state_dict(state)
+    for mine, theirs in zip(ddp.parameters(), other_ddp.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for _ in range(2):
+        x = torch.randn(5, 64)
+        check_step(other_ddp, lambda m, x=x: backward(m, x))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_save_and_load(world: Callable[[int], Any], plain: bool) -> None:
+    world(2).run(case_checkpoint, plain=plain)
+
+
+def case_no_sync_disabled(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0005)
+    for _ in range(2):
+        batches = [torch.randn(5, 8) for _ in range(3)]
+        ddp.zero_grad()
+        expected = oracle(ddp.module, lambda m, b=batches: [m(x).pow(2).sum().backward() for x in b])
+        for i, x in enumerate(batches):
+            with ddp.no_sync(enabled=i < len(batches) - 1):
+                ddp(x).pow(2).sum().backward()
+        assert ddp.require_backward_grad_sync
+        assert_equals_oracle(ddp.module, expected)
+        with ddp.no_sync(), ddp.no_sync(enabled=False):  # the outer one holds
+            assert not ddp.require_backward_grad_sync
+
+
+def test_no_sync_can_be_switched_off(world: Callable[[int], Any]) -> None:
+    world(2).run(case_no_sync_disabled)

@@ -1,4 +1,4 @@
-"""Everything in torch.distributed.algorithms.ddp_comm_hooks, on gloo, with several buckets; and test_optimizers."""
+"""Everything in torch.distributed.algorithms.ddp_comm_hooks, on gloo, with several buckets."""
 
 import functools
 from collections.abc import Callable
