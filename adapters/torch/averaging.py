@@ -21,6 +21,7 @@ from unified_ddp.hooks.describe import describe
 from unified_ddp.plan import BucketPlan
 from unified_ddp.ranks.construction import check_construction
 from unified_ddp.ranks.control import Control, Does, Event, Step
+from unified_ddp.ranks.last_words import follow
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
@@ -108,6 +109,7 @@ class AveragingModule(TorchDDP):
     def _join_group(self) -> None:
         self._transport = ProcessGroupTransport(self.process_group, self.device)
         self._progress = Progress(self._transport, self._transport.store)
+        follow(self._progress)
         has_plane = functools.partial(plane_of, self._transport)
         self._control = Control(has_plane if self.options.control_plane else lambda: None, self._progress)
 

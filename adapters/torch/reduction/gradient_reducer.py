@@ -271,9 +271,14 @@ class GradientReducer:
         current = self.core.begin(
             arrival=self._arrivals.counted_on(arrival), used=used, origin=forward, is_certain=reaches_any
         )
-        current.end = weakref.ref(end)
+        current.end = weakref.ref(end, weak_call(self._end_dropped))
         if reaches_any:
             current.share.exchange()
+
+    def _end_dropped(self, _end: Any) -> None:
+        """Autograd let go of our end: it was called, or an exception has ended the backward pass."""
+        if self.core.phase is Phase.ACTIVE and self.core.current.is_left:
+            self.progress.raised(RuntimeError("an exception ended the backward pass"))
 
     def _expected(self) -> bytes | None:
         if not self.usage.varies:
