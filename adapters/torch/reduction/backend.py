@@ -1,7 +1,7 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,9 +186,11 @@ class TorchBackend:
 
     def unpack(self, current: TorchPass, bucket: int, reduced: torch.Tensor, keep: set[int]) -> None:
         """Makes `reduced` the gradients of the bucket, save of the positions `keep`."""
-        storage = self.storages[bucket]
-        positions = storage.unpack(reduced, keep, current.buckets[bucket], current.context)
-        self.on_reduced(storage.spec.params[i] for i in positions)
+        positions = self._unpack(current, bucket, reduced, keep)
+        self.on_reduced(current.plan.buckets[bucket].params[i] for i in positions)
+
+    def _unpack(self, current: TorchPass, bucket: int, reduced: torch.Tensor, keep: Collection[int]) -> Collection[int]:
+        return self.storages[bucket].unpack(reduced, keep, current.buckets[bucket], current.context)
 
     def failure(self, bucket: int, error: RuntimeError) -> Exception:
         """Returns the error that names the bucket, its parameters and the ranks that did not arrive."""

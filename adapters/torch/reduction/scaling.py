@@ -101,6 +101,10 @@ class MeanScaling:
     def next_iteration(self) -> None:
         """Hears of a synchronising forward."""
 
+    def part(self, number: int) -> float:
+        """Returns how much of what a parameter's gradient holds is to be reduced: it may hold the ranks' sum."""
+        return 1.0
+
     def adjust(self, numbers: Sequence[int], views: Sequence[torch.Tensor], absent: Collection[int]) -> None:
         """Changes the packed gradients of a bucket before they are reduced.
 
@@ -163,8 +167,12 @@ class SumScaling(MeanScaling):
     def adjust(self, numbers: Sequence[int], views: Sequence[torch.Tensor], absent: Collection[int]) -> None:
         """Leaves this rank's part of gradients that it has not touched since they were reduced."""
         for position, (number, view) in enumerate(zip(numbers, views, strict=True)):
-            if not self._touched(number) and number not in self._shared and position not in absent:
-                view.mul_(self._part)
+            if position not in absent and (part := self.part(number)) != 1.0:
+                view.mul_(part)
+
+    def part(self, number: int) -> float:
+        """Returns this rank's part of a gradient that it has not touched since it was reduced."""
+        return 1.0 if self._touched(number) or number in self._shared else self._part
 
     def end(self) -> None:
         """What is divided is reduced."""
