@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.distributed_c10d import _get_default_group
-from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -26,6 +25,7 @@ from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.module.replicas import check_replicas
+from unified_ddp.torch.module.state import broadcast_tensors
 from unified_ddp.torch.module.watch import ModuleWatch
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
@@ -123,14 +123,11 @@ class AveragingModule(TorchDDP):
 
     def _broadcast_state(self) -> None:
         with self._progress.waiting(_CONSTRUCTION, "the broadcast of rank 0's state"):
-            _sync_module_states(
-                module=self.module,
-                process_group=self.process_group,
-                broadcast_bucket_size=self.broadcast_bucket_size,
-                src=0,
-                params_and_buffers_to_ignore=self.parameters_to_ignore,
-                broadcast_buffers=self.options.sync_buffers_at_construction,
-            )
+            named = list(self.module.named_parameters())
+            if self.options.sync_buffers_at_construction:
+                named += self.module.named_buffers()
+            state = [t for name, t in named if name not in self.parameters_to_ignore]
+            broadcast_tensors(self.process_group, state, self.broadcast_bucket_size, 0)
 
     def _make_reducer(self) -> None:
         """Builds the reducer of the module as it is now; construction, unpickling and deepcopy end here."""

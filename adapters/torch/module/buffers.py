@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unified_ddp.torch.module.state import broadcast_tensors
+
 
 def broadcast_buffers(
     group: dist.ProcessGroup, module: nn.Module, buffers: Sequence[torch.Tensor], bucket_size: int, source: int
@@ -23,7 +25,7 @@ def broadcast_buffers(
         source: rank in the group.
     """
     saved = {} if group.rank() == source else {b: b.clone() for b in buffers if _is_saved(b)}
-    dist._broadcast_coalesced(group, [saved.get(b, b) for b in buffers], bucket_size, source)
+    broadcast_tensors(group, [saved.get(b, b) for b in buffers], bucket_size, source)
     changed = {old: new for old, new in saved.items() if not _same_bits(old, new)}
     if changed:
         for owner in module.modules():
