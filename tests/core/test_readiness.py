@@ -121,7 +121,6 @@ class ReadinessAgainstModel(RuleBasedStateMachine):
             return
         assert self.real_log == self.model_log
         assert self.real.phase.name == self.model.phase
-        assert self.real.launched == self.model.launched
         assert list(self.real.order) == self.model.order
         everyone = range(self.size)
         assert {i for i in everyone if self.real.touched(i)} == self.model.touched
