@@ -14,8 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from unified_ddp import __version__
 from unified_ddp.equivalence.demo.config import Dtype, Fault, Side, VerifyConfig, VerifyError
 
-__all__ = ["app", "main"]
-
 EXIT_FAILED = 1
 """The gradients are wrong."""
 EXIT_COULD_NOT_RUN = 2

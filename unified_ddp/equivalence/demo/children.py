@@ -11,8 +11,6 @@ from pathlib import Path
 from unified_ddp.equivalence.demo.config import Side, VerifyConfig, VerifyError
 from unified_ddp.equivalence.demo.exchange import Exchange
 
-__all__ = ["Children"]
-
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _LOG_LINES = 15
 _GRACE_SECONDS = 2.0

@@ -10,8 +10,6 @@ from pathlib import Path
 from unified_ddp.equivalence.demo.config import Side
 from unified_ddp.equivalence.demo.exchange import Exchange
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> None:
     """Runs one torch rank, or the JAX side, to its end."""
