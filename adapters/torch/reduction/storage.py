@@ -123,7 +123,7 @@ class BucketStorage:
                 continue
             if scale == 0.0:
                 view.zero_()
-            elif not _same_memory(grad, view):
+            elif grad.is_sparse or not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
             else:
@@ -134,9 +134,9 @@ class BucketStorage:
             torch._foreach_copy_(into, copied)
         if scale not in (0.0, 1.0):
             if positions is None:
-                self.flat.mul_(scale)
+                _parts(self.flat).mul_(scale)
             else:
-                torch._foreach_mul_([self.views[i] for i in positions], scale)
+                torch._foreach_mul_([_parts(self.views[i]) for i in positions], scale)
 
     def _become_view(self, position: int, grad: torch.Tensor | None) -> None:
         """Frees the packed gradient's own memory now, not at the end of the pass, if `.grad` is to be a view."""
@@ -145,7 +145,7 @@ class BucketStorage:
 
     def _mark_absent(self, position: int, state: BucketState) -> None:
         """Packs a missing gradient as -0.0, which a sum leaves only if every rank packed it."""
-        self.views[position].fill_(-0.0)
+        _parts(self.views[position]).fill_(-0.0)
         state.absent.add(position)
 
     def _left_alone(self, views: Sequence[torch.Tensor], keep: Collection[int], state: BucketState) -> Collection[int]:
@@ -238,6 +238,11 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() != 0 and a.dtype == b.dtype)
 
 
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts: as a product of complex numbers, scaling loses signs of zeros."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _all_negative_zero(tensor: torch.Tensor) -> bool:
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    parts = _parts(tensor)
     return bool(((parts == 0) & torch.signbit(parts)).all())
