@@ -200,10 +200,7 @@ class BucketStorage:
         for i in positions:
             grad = context.get(self.params[i])
             if grad is None:
-                raise ReductionError(
-                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in "
-                    "this rank's distributed autograd context, where it cannot be added; use it on every rank"
-                )
+                raise missing_in_context(self.params[i])
             grad.copy_(views[i])
 
     def _install_views(self, reduced: torch.Tensor, positions: Collection[int]) -> None:
@@ -234,12 +231,20 @@ class BucketStorage:
             torch._foreach_copy_(into, copied)
 
 
+def missing_in_context(param: torch.Tensor) -> ReductionError:
+    """Returns the error for a parameter whose reduced gradient has no place in a context."""
+    return ReductionError(
+        f"a parameter of shape {tuple(param.shape)} has a gradient on another rank and none in this rank's distributed "
+        "autograd context, where it cannot be added; use it on every rank"
+    )
+
+
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() != 0 and a.dtype == b.dtype)
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts: as a product of complex numbers, scaling loses signs of zeros."""
+    """A complex tensor as its real and imaginary parts: a product of complex numbers loses the signs of zeros."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
