@@ -26,7 +26,7 @@ from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.module.replicas import check_replicas
 from unified_ddp.torch.module.state import broadcast_tensors
-from unified_ddp.torch.module.watch import ModuleWatch
+from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
 from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
@@ -77,7 +77,7 @@ class AveragingModule(TorchDDP):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.process_group = process_group
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = names_to_ignore(module)
         self._take_parameters(module)
         placement = opts.Placement.of(self._module_parameters, device_ids, output_device)
         self.is_multi_device_module = placement.multi_device
@@ -138,9 +138,7 @@ class AveragingModule(TorchDDP):
         self.reducer.on_unreduced = weak_call(self._warn_unreduced)
         self._warned_unreduced = False
         self._hooks_compared = False
-        self._watch = ModuleWatch(
-            self.module, self.reducer.params, self.parameters_to_ignore, casts=self._mixed is not None
-        )
+        self._watch = ModuleWatch(self, self.reducer.params, self.parameters_to_ignore, casts=self._mixed is not None)
 
     def _new_reducer(self) -> GradientReducer:
         return GradientReducer(*self._reducer_arguments())
@@ -189,6 +187,7 @@ class AveragingModule(TorchDDP):
         """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""
         if self._mixed is not None:
             self._mixed.restore()
+        self.parameters_to_ignore = self._watch.ignored_now()
         self._take_parameters(self.module)
         self._assign_modules_buffers()
         if self.options.init_sync:
@@ -228,6 +227,8 @@ class AveragingModule(TorchDDP):
         self._has_rebuilt_buckets = False
         self._make_reducer()
         self.reducer.take_over(before)
+        names = dict(zip(self.reducer.params, self.reducer.names, strict=True))
+        self._post_reduction.rename({n: names.get(p, n) for n, p in zip(before.names, before.params, strict=True)})
 
     def _warn_unreduced(self) -> bool:
         if not self.require_backward_grad_sync:

@@ -46,6 +46,15 @@ class TorchsMembers(ExtendedModule):
         self._accum_grad_hooks: list[Any] = []
         self._ddp_sink_clone = True
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """`forward_sync_buffers`, under the only name that torch's class has for it before torch 2.13."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, sync: bool) -> None:
+        self.forward_sync_buffers = sync
+
     def _make_reducer(self) -> None:
         self._passing_sync_batchnorm_handle(self.module)
         super()._make_reducer()
@@ -142,6 +151,14 @@ class TorchsMembers(ExtendedModule):
                 "these unused parameters will not change during training loop while calling `_set_static_graph`.",
                 stacklevel=2,
             )
+
+    def _sync_buffers(self) -> None:
+        """Synchronises buffers; graphs that saved them do not count it as a change, before torch 2.13 neither."""
+        with torch.no_grad():
+            source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+            self._assign_modules_buffers()
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self._sync_module_buffers(source)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0

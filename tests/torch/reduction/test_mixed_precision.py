@@ -13,7 +13,7 @@ from support.oracle import assert_equals_oracle, oracle
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from unified_ddp.reducer import BucketState
+from unified_ddp.passes import BucketState
 from unified_ddp.torch import DistributedDataParallel
 from unified_ddp.torch.reduction.mixed_precision import MixedBucketStorage, MixedPrecision
 

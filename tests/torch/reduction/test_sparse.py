@@ -6,7 +6,7 @@ from support.buckets import bucket_of
 from torch import nn
 
 from unified_ddp.errors import ReductionError
-from unified_ddp.reducer import BucketState
+from unified_ddp.passes import BucketState
 from unified_ddp.torch.reduction.sparse import SparseBucketStorage
 
 

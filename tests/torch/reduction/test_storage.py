@@ -8,7 +8,7 @@ from support.buckets import bits, bucket_of
 from torch import nn
 
 from unified_ddp.errors import ReductionError
-from unified_ddp.reducer import BucketState
+from unified_ddp.passes import BucketState
 from unified_ddp.torch.reduction.storage import BucketStorage, LocalGradients, gradient_views, scale_gradient
 
 LAYOUTS: dict[str, torch.Tensor] = {
