@@ -46,7 +46,7 @@ class ModuleWatch:
     def _module(self) -> nn.Module:
         wrapper = self._wrapper()
         assert wrapper is not None
-        return wrapper.module
+        return wrapper.module  # type: ignore[return-value]
 
     def changed(self) -> bool:
         """Says whether parameters were added, removed, replaced, cast, moved or unfrozen, or first buffers added.
