@@ -6,6 +6,7 @@ finding bears the first side's name, and the second side's names are its counter
 
 import enum
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from unified_ddp.equivalence.compare import jsonable
@@ -211,12 +212,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket of the plan: the first side's names in order of storage, and its size in bytes."""
+    """One bucket of the plan.
+
+    Attributes:
+        index: in the plan.
+        names: the first side's, in order of storage.
+        counterparts: the second side's names of them.
+        bytes: of the whole bucket.
+        sizes: bytes of each of `names`; empty if they are not known.
+    """
 
     index: int
     names: tuple[str, ...]
     counterparts: tuple[str, ...]
     bytes: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -301,6 +311,33 @@ class Report:
         from unified_ddp.equivalence.explain import explain
 
         return explain(self)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, in the format of docs/equivalence-report.schema.json."""
+        from unified_ddp.equivalence.report.serial import report_to_json
+
+        return report_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """Returns the report that `to_json` wrote.
+
+        Raises:
+            EquivalenceError: it is no such text.
+        """
+        from unified_ddp.equivalence.report.serial import report_from_json
+
+        return report_from_json(text)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the report, by the path's suffix: .json, .html (one file that needs no other) or .png (needs matplotlib).
+
+        Raises:
+            EquivalenceError: the suffix is another, the file cannot be written, or matplotlib is needed and not installed.
+        """
+        from unified_ddp.equivalence.report.saving import save_report
+
+        return save_report(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns strict JSON's types; infinite values are the string "inf"."""
