@@ -1,6 +1,6 @@
-"""What a comparison found. Plain frozen data, no arrays, no framework: everything here goes to JSON and back to a reader.
+"""What a comparison found: plain frozen data, without arrays and frameworks, all of which goes to JSON.
 
-Names: the two sides of a pair are the *first* and the *second*. Tensors are compared in the first side's coordinates, so a
+The two sides of a pair are the *first* and the *second*. Tensors are compared in the first side's coordinates, so a
 finding bears the first side's name, and the second side's names are its counterparts.
 """
 
@@ -28,8 +28,8 @@ __all__ = [
 
 REPORT_FORMAT = "unified_ddp.equivalence.1"
 
-RUNGS = ("outputs", "loss", "gradients", "buffers", "reduced", "update", "steps", "curve")
-"""In the order in which they are compared. `buffers` are those after one training forward, such as running statistics."""
+RUNGS = ("outputs", "loss", "buffers", "gradients", "reduced", "update", "steps", "curve")
+"""In the order in which they are compared. `buffers` are those after one forward, such as running statistics."""
 
 
 class Verdict(enum.StrEnum):
@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
     CONSEQUENCE = "consequence"
     """Differs, but so did what it was computed from."""
     PRECISION = "precision"
-    """Differs in the dtype asked for by more than noise, and agrees in float64: the programs are one, the rounding is not."""
+    """Differs by more than noise in the dtype asked for, and agrees in float64: one program, rounded differently."""
     DIFFERS = "differs"
 
     @property
@@ -66,7 +66,7 @@ class Measure:
         relative_l2: |first - second| / |first|.
         share_over: share of elements over their tolerance, 0 to 1.
         where: index of the element with the largest `excess`, in the first side's coordinates.
-        ulp_counts: [i] is the number of elements less than 2^i ULP apart and not less than 2^(i-1); [0] counts equal ones.
+        ulp_counts: [0] is the number of equal elements, [i] of those at least 2^(i-1) and less than 2^i ULP apart.
     """
 
     dtype: str
@@ -280,8 +280,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Says whether every rung was run and agrees; tensors that were not tested are listed, and do not fail it."""
-        return all(rung.verdict.ok for rung in self.rungs)
+        """Says whether no rung differs and the last one was tested; tensors that were not tested do not fail it."""
+        bad = (Verdict.DIFFERS, Verdict.PRECISION, Verdict.CONSEQUENCE)
+        return not any(r.verdict in bad for r in self.rungs) and bool(self.rungs) and self.rungs[-1].verdict.ok
 
     @property
     def first_failure(self) -> Rung | None:

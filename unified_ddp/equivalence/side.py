@@ -1,8 +1,8 @@
 """What a comparison needs of one model in one framework: a few functions from numpy arrays to numpy arrays.
 
-A side holds a program, not a state: every call is given the weights, by the side's own names, and leaves the user's model as
-it was. All values are numpy arrays (bfloat16 by ml_dtypes), and `dtype` is the real dtype that floating-point weights and
-inputs are given in; complex ones take the complex dtype of that precision.
+A side holds a program, not a state: every call is given the weights, by the side's own names, and leaves the user's
+model as it was. All values are numpy arrays (bfloat16 by ml_dtypes), and `dtype` is the real dtype that floating-point
+weights and inputs are given in; complex ones take the complex dtype of that precision.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class TensorInfo:
         owner: path of the module that holds it; "" for the root.
         owner_type: full name of the module's type, such as "torch.nn.modules.linear.Linear"; "" if not known (pytrees).
         key: its name within the owner, such as "weight".
-        aliases: other names of the same tensor (tied).
+        aliases: where else the module holds the same tensor (tied).
         options: what the owner's rules depend on, such as {"groups": 2, "num_heads": 4}.
     """
 
@@ -41,8 +41,8 @@ class TensorInfo:
     owner: str = ""
     owner_type: str = ""
     key: str = ""
-    aliases: tuple[str, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple["TensorInfo", ...] = ()
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Evaluation:
     Attributes:
         outputs: by key: the path within what the loss function returned, joined with dots; "output" for one array.
         loss: scalar array.
-        gradients: by parameter; steepest ascent, so complex ones are as torch has them (JAX's are conjugated). A parameter
-            without gradient has zeros.
+        gradients: by parameter; steepest ascent, so complex ones are as torch has them (JAX's are conjugated). A
+            parameter without gradient has zeros.
         buffers: after the forward.
         unused: parameters to which no gradient came.
     """
@@ -108,8 +108,8 @@ class Side(Protocol):
     def values(self) -> Arrays:
         """Returns the weights and buffers that the user's model holds."""
 
-    def execution_order(self, values: Arrays, batch: Any) -> tuple[str, ...]:
-        """Returns paths of modules in the order of their first call; empty if it cannot be observed."""
+    def randomness(self, values: Arrays, batch: Any) -> str:
+        """Returns what makes two runs on equal inputs differ, such as dropout; "" if nothing does."""
 
     def evaluate(self, values: Arrays, batch: Any, dtype: str, *, gradients: bool = True) -> Evaluation:
         """Runs forward, loss and backward on one batch."""
@@ -117,7 +117,7 @@ class Side(Protocol):
     def reduce(
         self, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Reduction:
-        """Runs a backward on as many ranks as there are shards, through the real layer; `buckets` are to be used if given."""
+        """Runs a backward on as many ranks as there are shards, through the real layer, in these buckets if given."""
 
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
         """Gives the optimizer these gradients, one set a step, and returns the parameters after each step."""
