@@ -7,7 +7,7 @@ import numpy as np
 from unified_ddp.equivalence.results import Finding, Measure, Verdict
 from unified_ddp.equivalence.tolerance import NOISE_FACTOR
 
-__all__ = ["hint", "judged"]
+__all__ = ["constant_ratio", "hint", "judged"]
 
 _BLIND = {"float64": 1e-4, "float32": 1e-2, "float16": 0.5, "bfloat16": 0.5}
 """A tolerance that is this large beside the numbers themselves lets any difference through."""
@@ -72,8 +72,8 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
         return "zero on the second side only"
     if np.iscomplexobj(first) and _near(second, first.conj()):
         return "the second side is the complex conjugate of the first"
-    ratio = float(np.vdot(a, b).real) / norm
-    if _near(second, ratio * first):
+    ratio = constant_ratio(first, second)
+    if ratio is not None:
         return f"the second side is {ratio:.6g} times the first"
     square = first.ndim >= 2 and first.shape[0] == first.shape[1]
     if square and _near(second, first.swapaxes(0, 1)):
@@ -81,6 +81,16 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
     if _near(np.sort(b), np.sort(a)):
         return "both sides hold the same numbers in another order"
     return ""
+
+
+def constant_ratio(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Returns how many times the first array the second is; None if it is no multiple of it, or of less than 2 elements."""
+    if first.shape != second.shape or first.size < 2 or not (np.isfinite(first).all() and np.isfinite(second).all()):
+        return None
+    a, b = first.ravel(), second.ravel()
+    norm = float(np.vdot(a, a).real)
+    ratio = float(np.vdot(a, b).real) / norm if norm else 0.0
+    return ratio if ratio and _near(second, ratio * first) else None
 
 
 def _near(actual: np.ndarray, wanted: np.ndarray) -> bool:

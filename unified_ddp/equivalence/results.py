@@ -104,6 +104,7 @@ class Finding:
         step: of the batch or training step, from 0.
         bucket: index in the plan; None outside one.
         note: what is known of the cause, or why it was not tested; "" if nothing.
+        ratio: the second side is this many times the first; None if they differ otherwise, or agree.
     """
 
     rung: str
@@ -118,6 +119,7 @@ class Finding:
     step: int = 0
     bucket: int | None = None
     note: str = ""
+    ratio: float | None = None
 
     @property
     def decisive(self) -> Measure | None:
@@ -295,11 +297,13 @@ class Report:
         return tuple(f for rung in self.rungs for f in rung.findings)
 
     def worst(self, count: int = 5) -> tuple[Finding, ...]:
-        """Returns the findings with the worst verdicts, of the first failing rung if there is one."""
+        """Returns the tensors with the worst verdicts, each where it is worst: of the first failing rung those that fail."""
         order = list(Verdict)
         rung = self.first_failure
-        findings = rung.findings if rung else self.findings
-        return tuple(sorted(findings, key=lambda f: (order.index(f.verdict), _excess(f)), reverse=True)[:count])
+        findings = [f for f in rung.findings if not f.verdict.ok] if rung else self.findings
+        ranked = sorted(findings, key=lambda f: (order.index(f.verdict), _excess(f)), reverse=True)
+        distinct = {(f.rung, f.name, f.side): f for f in reversed(ranked)}
+        return tuple(f for f in ranked if distinct[f.rung, f.name, f.side] is f)[:count]
 
     def assert_ok(self) -> "Report":
         """Returns itself, or raises NotEquivalentError with `explain()` as its text."""

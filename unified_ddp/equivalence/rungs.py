@@ -1,12 +1,12 @@
 """Rungs that compare one forward and backward on one batch: outputs, loss, buffers, gradients."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
-from unified_ddp.equivalence.judge import hint, judged
+from unified_ddp.equivalence.judge import constant_ratio, hint, judged
 from unified_ddp.equivalence.observe import Key, Observed, Observer
 from unified_ddp.equivalence.results import Finding, Measure, Verdict
 from unified_ddp.equivalence.side import Arrays
@@ -127,5 +127,8 @@ def compare_batch(
             rung, name, others, key[0], Verdict.PASS, measures.get(key), wides.get(key), step=step
         )
         note = hint(some.first[key], some.second[key])
-        findings.append(judged(bare, (of_all[0], of_all[1]), note))
+        judgement = judged(bare, (of_all[0], of_all[1]), note)
+        if judgement.verdict is Verdict.DIFFERS:
+            judgement = replace(judgement, ratio=constant_ratio(some.first[key], some.second[key]))
+        findings.append(judgement)
     return findings

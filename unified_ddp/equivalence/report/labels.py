@@ -1,6 +1,7 @@
 """Words, colours and numbers of a report, the same wherever it is shown."""
 
 import math
+from collections.abc import Iterable
 
 from unified_ddp.equivalence.results import Finding, Report, Rung, SideInfo, Verdict
 
@@ -13,6 +14,7 @@ __all__ = [
     "number",
     "shortened",
     "side_text",
+    "tensors",
     "untested_reason",
 ]
 
@@ -42,20 +44,22 @@ def headline(report: Report) -> tuple[Verdict, str]:
     failing = report.first_failure
     if failing is not None:
         bad = [f for f in failing.findings if f.verdict is failing.verdict]
-        total = len({f.name for f in failing.findings})
-        count = f"{len({f.name for f in bad})} of {total} tensors" if total > 1 else bad[0].name
+        count = f"{tensors(bad)} of {tensors(failing.findings)} tensors"
         if failing.verdict is Verdict.PRECISION:
-            return failing.verdict, (
-                f"one program, rounded differently: in {report.dtype}, {failing.name} differs ({count}); in float64 it agrees"
-            )
-        own = sorted({f.side for f in bad if f.side is not None})
-        if own and len(own) == len({f.side for f in bad}):
-            return failing.verdict, f"{failing.name}: {' and '.join(own)} differs from its own oracle ({count})"
+            return failing.verdict, f"one program, other rounding: {failing.name} apart in {report.dtype}, equal in float64 ({count})"
+        own = sorted({f.side or "" for f in bad})
+        if "" not in own:
+            return failing.verdict, f"{' and '.join(own)}: {failing.name} gradients are not the mean over ranks ({count})"
         return failing.verdict, f"{first} and {second} differ, first at {failing.name} ({count})"
     if report.ok:
         return Verdict.PASS, f"{first} and {second} agree, up to {report.until}"
     missing = [rung.name for rung in report.rungs if not rung.verdict.ok]
     return Verdict.NOT_TESTED, f"no difference found, but not tested: {', '.join(missing) or 'every rung'}"
+
+
+def tensors(findings: Iterable[Finding]) -> int:
+    """Returns of how many tensors these findings are."""
+    return len({f.name for f in findings})
 
 
 def untested_reason(rung: Rung) -> str:
@@ -67,7 +71,7 @@ def untested_reason(rung: Rung) -> str:
 
 def facts(report: Report) -> str:
     """Returns what the comparison was run with, in one line."""
-    parts = [report.dtype, f"weights {report.weights} (seed {report.seed})"]
+    parts = [report.dtype, f"weights {report.weights}, seed {report.seed}"]
     run = {rung.name for rung in report.rungs if rung.findings}
     if "reduced" in run:
         parts.append(f"{report.ranks} ranks")

@@ -17,6 +17,7 @@ from unified_ddp.equivalence.report.labels import (
     number,
     shortened,
     side_text,
+    tensors,
     untested_reason,
 )
 from unified_ddp.equivalence.report.reading import readings
@@ -26,6 +27,8 @@ __all__ = ["print_report"]
 
 _WIDE = 92
 """From this width on, a tensor's counterpart fits beside it."""
+_MEDIUM = 72
+"""From this width on, the step or rank does."""
 _LISTED = 8
 _GAP = 2
 
@@ -61,23 +64,24 @@ def _rung_cells(rung: Rung) -> tuple[str, str, str, str, Text]:
     worst = rung.worst
     reason = untested_reason(rung)
     name = reason or (worst.name if worst else "")
-    return (rung.name, str(len(rung.findings) or ""), name, excess_text(worst) if worst and not reason else "", _chip(rung.verdict))
+    return (rung.name, str(tensors(rung.findings) or ""), name, excess_text(worst) if worst and not reason else "", _chip(rung.verdict))
 
 
 def _worst(findings: Sequence[Finding], width: int) -> Table:
-    wide = width >= _WIDE
-    heads = ("tensor", *(("counterpart",) * wide), "bucket", "place", "difference", "x tol", "verdict")
-    rows = []
-    for f in findings:
-        measure = f.decisive
-        names = (f.name, *((", ".join(f.counterparts),) * wide))
-        bucket = "-" if f.bucket is None else str(f.bucket)
-        rows.append(
-            (*names, bucket, _place(f), number(measure.difference if measure else None), excess_text(f), _chip(f.verdict))
-        )
-    if width < _WIDE:
-        heads = tuple("bkt" if h == "bucket" else "diff" if h == "difference" else h for h in heads)
-    return _table(heads, rows, width, names=("tensor", "counterpart"), left=("verdict",))
+    columns: dict[str, Sequence[str | Text]] = {
+        "tensor": [f.name for f in findings],
+        "counterpart": [", ".join(f.counterparts) for f in findings],
+        "bucket": ["-" if f.bucket is None else str(f.bucket) for f in findings],
+        "place": [_place(f) for f in findings],
+        "diff": [number(f.decisive.difference if f.decisive else None) for f in findings],
+        "x tol": [excess_text(f) for f in findings],
+        "verdict": [_chip(f.verdict) for f in findings],
+    }
+    dropped = {"counterpart"} if width < _WIDE else set()
+    dropped |= {"place"} if width < _MEDIUM and not any(f.side for f in findings) else set()
+    heads = [head for head in columns if head not in dropped]
+    rows = list(zip(*(columns[head] for head in heads), strict=True))
+    return _table(heads, rows, width, names=("tensor", "counterpart"), left=("verdict", "place"))
 
 
 def _place(finding: Finding) -> str:
@@ -98,7 +102,7 @@ def _table(
     flexible = [i for i, head in enumerate(heads) if head in names]
     spare = width - sum(sizes[i] + _GAP for i in range(len(heads)) if i not in flexible) - _GAP * len(flexible)
     budget = _shared([sizes[i] for i in flexible], spare)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, _GAP, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, _GAP - 1, 0, 0), pad_edge=False)
     for i, head in enumerate(heads):
         text = head in names or head in left
         size = budget[flexible.index(i)] if i in flexible else sizes[i]
