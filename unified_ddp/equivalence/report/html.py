@@ -47,7 +47,7 @@ figcaption{font-weight:600;margin:18px 0 4px}
 svg{display:block;width:100%;height:auto;max-width:680px}
 summary{cursor:pointer;font-weight:600;margin-top:22px}
 ul{margin:4px 0;padding-left:20px}
-@media(max-width:600px){body{padding:12px}th,td{padding-right:9px}}
+@media(max-width:600px){body{padding:12px}th,td{padding-right:9px}figure{overflow-x:auto}svg{min-width:480px}}
 """
 
 
@@ -58,7 +58,7 @@ def report_to_html(report: Report) -> str:
         f"<h1>{_chip(verdict)} {escape(sentence)}</h1>",
         f'<p class="dim">{escape(facts(report))}</p>',
         "<h2>Ladder</h2>",
-        _table(("rung", "#tensors", "worst tensor", "#difference / tolerance", "#s", "verdict"), map(_rung, report.rungs)),
+        _table(("rung", "verdict", "worst tensor", "#/ tolerance", "#tensors", "#s"), map(_rung, report.rungs)),
         *_failure(report),
         *_not_tested(report),
         *(f'<p class="dim">Note: {escape(note)}</p>' for note in report.notes),
@@ -93,21 +93,27 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _rung(rung: Rung) -> Sequence[str]:
     worst, reason = rung.worst, untested_reason(rung)
-    name = f'<span class="dim">{escape(reason)}</span>' if reason else escape(worst.name) if worst else ""
+    name = f'<span class="dim">{escape(reason)}</span>' if reason else _name(worst.name) if worst else ""
     excess = excess_text(worst) if worst and not reason else ""
-    return rung.name, str(tensors(rung.findings)), name, excess, f"{rung.seconds:.1f}", _chip(rung.verdict)
+    return rung.name, _chip(rung.verdict), name, excess, str(tensors(rung.findings)), f"{rung.seconds:.1f}"
 
 
-_FINDING_HEADS = ("tensor", "tensor of the second side", "place", "#bucket", "#difference", "#scale", "#/ tolerance", "#ULP")
+def _name(text: str) -> str:
+    """Returns a tensor's name, which may be broken after its dots."""
+    return escape(text).replace(".", ".<wbr>")
+
+
+_FINDING_HEADS = ("verdict", "tensor", "tensor of the second side", "place", "#bucket", "#/ tolerance", "#difference", "#scale", "#ULP")
 
 
 def _finding(finding: Finding) -> list[str]:
     measure = finding.decisive
     place = f"step {finding.step}" if finding.rank is None else f"{finding.side or 'rank'} {finding.rank}"
-    numbers = (measure.difference, measure.scale, measure.excess, measure.max_ulp) if measure else (None,) * 4
+    numbers = (measure.excess, measure.difference, measure.scale, measure.max_ulp) if measure else (None,) * 4
     return [
-        escape(finding.name),
-        escape(", ".join(finding.counterparts)),
+        _chip(finding.verdict),
+        _name(finding.name),
+        _name(", ".join(finding.counterparts)),
         escape(place),
         "" if finding.bucket is None else str(finding.bucket),
         *(number(n) for n in numbers),
@@ -117,11 +123,13 @@ def _finding(finding: Finding) -> list[str]:
 def _failure(report: Report) -> list[str]:
     if report.first_failure is None:
         return []
-    rows = ([*_finding(f), escape(f.note), _chip(f.verdict)] for f in report.worst())
+    worst = report.worst()
+    noted = any(f.note for f in worst)
+    rows = ([*_finding(f), *((escape(f.note),) * noted)] for f in worst)
     told = "".join(f"<li>{escape(text)}</li>" for text in readings(report))
     return [
         f"<h2>First failing rung: {escape(report.first_failure.name)}</h2>",
-        _table((*_FINDING_HEADS, "note", "verdict"), rows),
+        _table((*_FINDING_HEADS, *(("note",) * noted)), rows),
         f"<ul>{told}</ul>" if told else "",
     ]
 
@@ -129,7 +137,7 @@ def _failure(report: Report) -> list[str]:
 def _not_tested(report: Report) -> list[str]:
     if not report.not_tested:
         return []
-    rows = ((escape(i.name), escape(", ".join(i.counterparts)), escape(i.reason)) for i in report.not_tested)
+    rows = ((_name(i.name), _name(", ".join(i.counterparts)), escape(i.reason)) for i in report.not_tested)
     return [
         f"<h2>Not tested: {len(report.not_tested)} tensors</h2>",
         _table(("tensor", "tensor of the second side", "reason"), rows),
@@ -150,7 +158,7 @@ def _svg(chart: Chart, index: int) -> str:
 
     from unified_ddp.equivalence.report.charts import FONT
 
-    # A salt of its own keeps identifiers of several charts in one page apart, and equal from run to run.
+    # A salt of its own keeps the identifiers of several charts in one page apart, and equal from run to run.
     with rc_context({**FONT, "svg.hashsalt": f"chart {index}"}):
         figure = Figure(figsize=(WIDTH, chart.height), layout="constrained")
         chart.draw(figure.add_subplot())
@@ -160,7 +168,8 @@ def _svg(chart: Chart, index: int) -> str:
     svg = text[text.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns:xlink="[^"]*"| xmlns="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'(id="|#)(?=(figure|axes|patch|text|matplotlib|line2d|xtick|ytick|legend|Quad|FillB|Poly)\w*")', rf"\g<1>c{index}-", svg)
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     label = escape(chart.title, quote=True)
     return re.sub(r'<svg ([^>]*?)width="[^"]*"', rf'<svg role="img" aria-label="{label}" \1', svg, count=1).replace(
         f'height="{chart.height * 72:g}pt"', "", 1
@@ -169,12 +178,12 @@ def _svg(chart: Chart, index: int) -> str:
 
 def _all_findings(report: Report) -> str:
     findings = report.findings
-    rows = ([f.rung, *_finding(f), _chip(f.verdict)] for f in findings[:_TENSOR_ROWS])
+    rows = ([f.rung, *_finding(f)] for f in findings[:_TENSOR_ROWS])
     some = f", the first {_TENSOR_ROWS}" if len(findings) > _TENSOR_ROWS else ""
-    table = _table(("rung", *_FINDING_HEADS, "verdict"), rows)
+    table = _table(("rung", *_FINDING_HEADS), rows)
     return f"<details><summary>Everything that was compared ({len(findings)}{some})</summary>{table}</details>"
 
 
 def _mapping(report: Report) -> str:
-    table = _table(("tensor of the second side", "rule"), ((escape(n), escape(r)) for n, r in report.mapping.items()))
+    table = _table(("tensor of the second side", "rule"), ((_name(n), _name(r)) for n, r in report.mapping.items()))
     return f"<details><summary>Mapping ({len(report.mapping)} tensors)</summary>{table}</details>"
