@@ -9,8 +9,10 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
-from unified_ddp.equivalence.results import RUNGS, Finding, NotTested, Report, Rung, Verdict
+from unified_ddp.equivalence.results import RUNGS, Curve, Finding, NotTested, Report, Rung, Verdict
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
+
+from unified_ddp.equivalence.training import Training
 
 if TYPE_CHECKING:
     from unified_ddp.equivalence.pair import Pair
@@ -55,7 +57,9 @@ class Ladder:
     def __init__(self, pair: "Pair", settings: Settings) -> None:
         self.pair, self.settings = pair, settings
         self.notes: list[str] = []
+        self.curve: Curve | None = None
         self.not_tested: list[NotTested] = []
+        self.rounding: tuple[float, ...] = (0.0, 0.0)
         self.started = time.monotonic()
 
     def climb(self) -> Report:
@@ -67,7 +71,7 @@ class Ladder:
         self._require_determined()
         if self.pair.mapping_note:
             self.notes.append(self.pair.mapping_note)
-        rungs = self._static_rungs()
+        rungs = [*self._static_rungs(), *self._training_rungs()]
         rungs = [_with_consequences(rung, rungs[:i]) for i, rung in enumerate(rungs)]
         return self._report(rungs)
 
@@ -122,16 +126,33 @@ class Ladder:
             if run is None or isinstance(error, EquivalenceError):
                 raise
             self._note(f"float64 cannot arbitrate, as a side does not run in it: {_first_line(error)}")
-        for side, share in zip(observers, _inner_rounding(wide), strict=True):
-            if share > _DOUBLE:
-                self._note(
-                    f"the {side.side.framework} side rounds to less than float64 inside: differences of programs below a "
-                    f"relative {_told(share)} are not seen"
-                )
+        self.rounding = tuple(map(max, self.rounding, _inner_rounding(wide)))
         for compared in (run, wide):
             for note in compared.notes if compared else ():
                 self._note(note)
         return run, wide
+
+    def _training_rungs(self) -> list[Rung]:
+        names = [rung for rung in self.settings.rungs if rung in _NEEDS_OPTIMIZER]
+        if not names:
+            return []
+        batches = [self.pair.batches[i % len(self.pair.batches)] for i in range(self.settings.steps)]
+        training = Training(
+            self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named
+        )
+        rungs = []
+        for name in names:
+            self.settings.progress(name, 0, 1)
+            began = time.monotonic()
+            if name == "update":
+                findings = training.update()
+            elif name == "steps":
+                findings = training.steps(self._note)
+            else:
+                agree = rungs[-1].verdict.ok and all(f.float64 is not None for f in rungs[-1].findings)
+                findings, self.curve = training.curve(same_programs=agree)
+            rungs.append(Rung(name, tuple(findings), time.monotonic() - began))
+        return rungs
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -164,6 +185,12 @@ class Ladder:
 
     def _report(self, rungs: list[Rung]) -> Report:
         settings, mapping = self.settings, self.pair.mapping
+        for side, share in zip((self.pair.first, self.pair.second), self.rounding, strict=True):
+            if share > _DOUBLE:
+                self._note(
+                    f"the {side.framework} side rounds to less than float64 inside: differences of programs below a "
+                    f"relative {_told(share)} are not seen"
+                )
         left_out = [NotTested(name, (), reason) for name, reason in mapping.ignored.items()]
         texts = {name: " + ".join(s.text() for s in sources) for name, sources in mapping.sources.items()}
         return Report(
@@ -178,6 +205,7 @@ class Ladder:
             mapping=texts,
             not_tested=(*self.not_tested, *left_out),
             notes=tuple(self.notes),
+            curve=self.curve,
             seconds=time.monotonic() - self.started,
         )
 

@@ -117,7 +117,8 @@ class NnxProgram(Program):
         from flax import nnx
 
         self._nnx = nnx
-        self._graph, params, rest = nnx.split(model, nnx.Param, ...)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        self._graphs = {False: graph, True: _widened(nnx, model)}
         self.params, self.buffers = Tree(params), Tree(rest)
         self._loss_fn = loss_fn
         self._owners = _owners_of(model)
@@ -130,7 +131,8 @@ class NnxProgram(Program):
     def call(self, params: Named, buffers: Named, batch: Any) -> tuple[Any, Any, Named]:
         """See `Program`."""
         nnx = self._nnx
-        model = nnx.merge(self._graph, self.params.build(params), self.buffers.build(buffers))
+        wide = bool(jax.config.jax_enable_x64)
+        model = nnx.merge(self._graphs[wide], self.params.build(params), self.buffers.build(buffers))
         loss, outputs = _split(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)
         return loss, outputs, self.buffers.name_leaves(rest)
@@ -138,6 +140,17 @@ class NnxProgram(Program):
     def randomness(self) -> str:
         """See `Program`."""
         return f"dropout in {', '.join(self._dropouts[:5])}" if self._dropouts else ""
+
+
+def _widened(nnx: Any, model: Any) -> Any:
+    """The graph for runs in float64: what modules hold as their dtype of computation, if float32, is float64 in it."""
+    twin = nnx.clone(model)
+    for _, node in nnx.iter_graph(twin):
+        if isinstance(node, nnx.Module):
+            for key, value in list(vars(node).items()):
+                if key in ("dtype", "param_dtype") and value is not None and np.dtype(value) == np.float32:
+                    setattr(node, key, jnp.float64)
+    return nnx.split(twin, nnx.Param, ...)[0]
 
 
 def program_of(model: Any, loss_fn: Callable[..., Any], buffers: Any = None) -> Program:
