@@ -47,7 +47,7 @@ figcaption{font-weight:600;margin:18px 0 4px}
 svg{display:block;width:100%;height:auto;max-width:680px}
 summary{cursor:pointer;font-weight:600;margin-top:22px}
 ul{margin:4px 0;padding-left:20px}
-@media(max-width:600px){body{padding:12px}th,td{padding-right:9px}figure{overflow-x:auto}svg{min-width:480px}}
+@media(max-width:600px){body{padding:12px}th,td{padding-right:9px}}
 """
 
 
