@@ -121,15 +121,27 @@ def bucket_of(name):
 
 
 def make_report(dtype="float32", until="curve", bad=None, seed=0, ranks=2, steps=20):
-    """Returns a report; `bad` says by (rung, name) what verdict and excess a tensor has; later rungs are consequences."""
+    """Returns a report; `bad` has verdict and excess by (rung, name), and later rungs are consequences."""
     random = np.random.default_rng(seed)
     bad = bad or {}
     broken = False
     rungs = []
     for rung in ("outputs", "loss", "buffers", "gradients", "reduced", "update", "steps", "curve"):
         findings = []
-        names = {"outputs": ["logits"], "loss": ["loss"], "curve": ["loss"], "buffers": ["bn1.running_mean", "bn1.running_var"]}
-        kinds = {"outputs": "output", "loss": "loss", "curve": "loss", "buffers": "buffer", "update": "parameter", "steps": "parameter"}
+        names = {
+            "outputs": ["logits"],
+            "loss": ["loss"],
+            "curve": ["loss"],
+            "buffers": ["bn1.running_mean", "bn1.running_var"],
+        }
+        kinds = {
+            "outputs": "output",
+            "loss": "loss",
+            "curve": "loss",
+            "buffers": "buffer",
+            "update": "parameter",
+            "steps": "parameter",
+        }
         for name in names.get(rung, TENSORS):
             verdict, excess = bad.get((rung, name), (None, None))
             if verdict is None:
@@ -141,11 +153,17 @@ def make_report(dtype="float32", until="curve", bad=None, seed=0, ranks=2, steps
                     verdict = Verdict.PASS
             places = [{"step": s} for s in range({"steps": min(steps, 8), "gradients": 2}.get(rung, 1))]
             if rung == "reduced":
-                places = [{"side": s, "rank": r, "bucket": bucket_of(name)} for s in ("torch", "jax") for r in range(ranks)]
+                places = [
+                    {"side": s, "rank": r, "bucket": bucket_of(name)} for s in ("torch", "jax") for r in range(ranks)
+                ]
             if rung == "gradients":
                 places = [{**p, "bucket": bucket_of(name)} for p in places]
-            findings += [finding(random, rung, name, kinds.get(rung, "gradient"), dtype, verdict, excess, **p) for p in places]
-        broken = broken or any(r == rung and v in (Verdict.DIFFERS, Verdict.PRECISION) for (r, _), (v, _) in bad.items())
+            findings += [
+                finding(random, rung, name, kinds.get(rung, "gradient"), dtype, verdict, excess, **p) for p in places
+            ]
+        broken = broken or any(
+            r == rung and v in (Verdict.DIFFERS, Verdict.PRECISION) for (r, _), (v, _) in bad.items()
+        )
         rungs.append(Rung(rung, tuple(findings), float(random.uniform(0.1, 2.0))))
         if rung == until:
             break
@@ -160,10 +178,16 @@ def make_report(dtype="float32", until="curve", bad=None, seed=0, ranks=2, steps
         weights="scrambled",
         mapping={second: f"{name} | permute 1 0" for name, (second, _) in TENSORS.items()},
         not_tested=(
-            NotTested("conv1.bias", ("conv1.bias",), "its gradient is zero within rounding: batch norm takes it off again"),
-            NotTested("encoder.layers.0.linear2.bias", ("encoder.layers_0.linear2.bias",), "no rung noticed a change of 1 %"),
+            NotTested(
+                "conv1.bias", ("conv1.bias",), "its gradient is zero within rounding: batch norm takes it off again"
+            ),
+            NotTested(
+                "encoder.layers.0.linear2.bias", ("encoder.layers_0.linear2.bias",), "no rung noticed a change of 1 %"
+            ),
         ),
-        notes=("the JAX side computes in float32 inside: float64 arbitrates up to 1e-7 only",) if dtype != "float32" else (),
+        notes=("the JAX side computes in float32 inside: float64 arbitrates up to 1e-7 only",)
+        if dtype != "float32"
+        else (),
         buckets=buckets() if until not in ("outputs", "loss", "buffers", "gradients") else (),
         timeline=timeline(random, ranks) if until not in ("outputs", "loss", "buffers", "gradients") else (),
         curve=curve(random, steps, 3.0 if broken else 0.0) if until == "curve" else None,

@@ -1,9 +1,9 @@
 """The command line. Loads neither framework itself, so that `--help` answers at once and without them.
 
-    verify           the self-test: one small net in torch and JAX
-    compare          compare, record, map, show: sides of the user's own
-    sides, options   how `compare` and its kin come to their sides, and what they are told
-    common           exit statuses, and how a run ends that could not be carried out
+verify           the self-test: one small net in torch and JAX
+compare          compare, record, map, show: sides of the user's own
+sides, options   how `compare` and its kin come to their sides, and what they are told
+common           exit statuses, and how a run ends that could not be carried out
 """
 
 from typing import Annotated

@@ -26,7 +26,9 @@ _LOG_WIDTH = 100
 """Of a report that goes to no terminal."""
 _TIMEOUT = 600.0
 
-First = Annotated[str, typer.Argument(help="FILE.py:FUNCTION that returns (side, batches), or a directory of `record`.")]
+First = Annotated[
+    str, typer.Argument(help="FILE.py:FUNCTION that returns (side, batches), or a directory of `record`.")
+]
 Second = Annotated[str, typer.Argument(help="FILE.py:FUNCTION that returns a side, or a directory of `record`.")]
 
 
@@ -61,7 +63,7 @@ def compare(
         told = options.PairOptions(mapping, layout or [], rename or [], rule or [], tied or [], ignore or [])
         found = sources(first, second)
         recorded = recorded_settings(found)
-        given = dict(until=until, ranks=ranks, steps=steps, dtype=dtype, weights=weights, seed=seed)
+        given = {"until": until, "ranks": ranks, "steps": steps, "dtype": dtype, "weights": weights, "seed": seed}
         settings = options.chosen_settings(recorded, **given)
         interpreters = pythons(found, torch_python, jax_python)
         with (
@@ -69,7 +71,7 @@ def compare(
             opened(found, interpreters, settings["ranks"], timeout, tell) as sides,
         ):
             arguments = {**told.for_pair(), **_paired_as(sides[1])}
-            pair = Pair(*sides, batches_of(sides), seed=settings["seed"], **arguments)
+            pair = Pair(sides[0], sides[1], batches_of(sides), seed=settings["seed"], **arguments)
             checked = pair.check(**_for_check(settings), power=power and recorded is None, progress=tell)
         if recorded is not None and power:
             note = "tensors of which nothing tells were not looked for: a recorded side cannot be run on others"
@@ -82,7 +84,8 @@ def record(
     side: Annotated[str, typer.Argument(help="FILE.py:FUNCTION that returns (side, batches), or a side with --first.")],
     directory: Annotated[Path, typer.Argument(help="Where the record goes; must not exist.")],
     first: Annotated[
-        Path | None, typer.Option(help="The first side's record: then SIDE is the second, given its weights and batches.")
+        Path | None,
+        typer.Option(help="The first side's record: then SIDE is the second, given its weights and batches."),
     ] = None,
     until: options.Until = None,
     ranks: options.Ranks = None,
@@ -110,7 +113,7 @@ def record(
         found = sources(side, *([] if first is None else [str(first)]))
         if not isinstance(found[0], RecordedSide) and first is not None and not isinstance(found[1], RecordedSide):
             raise EquivalenceError(f"--first {first}: give a directory that `record` wrote")
-        given = dict(until=until, ranks=ranks, steps=steps, dtype=dtype, weights=weights, seed=seed)
+        given = {"until": until, "ranks": ranks, "steps": steps, "dtype": dtype, "weights": weights, "seed": seed}
         settings = options.chosen_settings(recorded_settings(found[1:]), **given)
         with (
             showing_progress(Console(stderr=True)) as tell,
@@ -132,7 +135,9 @@ def _pair_to_record(own: AnySide, first: list[Any], directory: Path, seed: int, 
         arguments = told.for_pair()
         return Pair(first[0], Recorder(own, directory), batches, seed=seed, **arguments)
     if told != options.PairOptions():
-        raise EquivalenceError("--mapping, --layout, --rename, --rule, --tied and --ignore go with --first: they concern a pair")
+        raise EquivalenceError(
+            "--mapping, --layout, --rename, --rule, --tied and --ignore go with --first: they concern a pair"
+        )
     from unified_ddp.equivalence.mapping.mapping import Mapping, Source
 
     batches = batches_of([own])
@@ -168,7 +173,7 @@ def map_(
             opened(found, pythons(found, torch_python, jax_python), 1, timeout, tell) as sides,
         ):
             tell("mapping", 0, 1)
-            pair = Pair(*sides, batches_of(sides), **told.for_pair())
+            pair = Pair(sides[0], sides[1], batches_of(sides), **told.for_pair())
             text = pair.mapping.to_toml()
         typer.echo(text, nl=False)
         if pair.mapping_note:

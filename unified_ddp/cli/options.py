@@ -66,7 +66,8 @@ Rules = Annotated[
 ]
 Tied = Annotated[list[str] | None, typer.Option("--tied", help="A tensor of the second side, tied on the first.")]
 Ignore = Annotated[
-    list[str] | None, typer.Option("--ignore", help="A tensor without counterpart, or a pattern with *. May be repeated.")
+    list[str] | None,
+    typer.Option("--ignore", help="A tensor without counterpart, or a pattern with *. May be repeated."),
 ]
 TorchPython = Annotated[str | None, typer.Option(help="The Python that runs torch sides. [this one]")]
 JaxPython = Annotated[str | None, typer.Option(help="The Python that runs JAX sides. [this one]")]
@@ -90,7 +91,9 @@ def chosen_settings(recorded: dict[str, Any] | None, **given: Any) -> dict[str, 
         if name in ("ranks", "steps") and value < 1:
             raise EquivalenceError(f"--{name} {value}: give at least 1")
         if recorded is not None and recorded[name] != value:
-            raise EquivalenceError(f"--{name} {value}: the record was made with {recorded[name]}; leave it out, or record anew")
+            raise EquivalenceError(
+                f"--{name} {value}: the record was made with {recorded[name]}; leave it out, or record anew"
+            )
     base = DEFAULTS if recorded is None else {**DEFAULTS, **recorded}
     return {**base, **{name: value for name, value in given.items() if value is not None}}
 

@@ -33,7 +33,9 @@ def _source(text: str) -> Source:
     if not path.is_dir():
         return Program.parse(text)
     if not is_record(path):
-        raise EquivalenceError(f"{text} is a directory, but no record: it has no record.json. `unified-ddp record` writes one")
+        raise EquivalenceError(
+            f"{text} is a directory, but no record: it has no record.json. `unified-ddp record` writes one"
+        )
     return RecordedSide(path)
 
 
@@ -46,7 +48,7 @@ def pythons(found: Sequence[Source], torch_python: str | None, jax_python: str |
     """Returns the interpreter of each side.
 
     Raises:
-        EquivalenceError: an interpreter is not there or has no unified_ddp, or it cannot be told which one a side needs.
+        EquivalenceError: an interpreter is not there or lacks unified_ddp, or it cannot be told which one a side needs.
     """
     given = {"torch": torch_python, "jax": jax_python}
     found_by = {name: find_python(f"--{name}-python", python) for name, python in given.items()}
@@ -55,8 +57,8 @@ def pythons(found: Sequence[Source], torch_python: str | None, jax_python: str |
         framework = source.framework() if isinstance(source, Program) else source.framework
         if not framework and any(given.values()):
             raise EquivalenceError(
-                f"{source}: --torch-python and --jax-python go by the class that the file names, and it names neither or both "
-                "of TorchSide and JaxSide; make the side in a file of its own"
+                f"{source}: --torch-python and --jax-python go by the class that the file names, and it names neither "
+                "or both of TorchSide and JaxSide; make the side in a file of its own"
             )
         chosen.append(found_by[framework or "torch"])
     return chosen
@@ -96,11 +98,13 @@ def batches_of(sides: Sequence[AnySide]) -> list[Any]:
     batches = first.batches
     if not batches:
         name = first.program if isinstance(first, RemoteSide) else first.directory
-        raise EquivalenceError(f"{name} gives no batches: the first side's function returns (side, batches), a list of them")
+        raise EquivalenceError(
+            f"{name} gives no batches: the first side's function returns (side, batches), a list of them"
+        )
     for other in rest:
         if isinstance(other, RemoteSide) and other.batches and digest(other.batches) != digest(batches):
             raise EquivalenceError(
-                f"{other.program} gives batches of its own, which differ from the first side's. Both get the first side's, "
-                "its axes moved by --layout: let the second side's function return the side alone"
+                f"{other.program} gives batches of its own, which differ from the first side's. Both get the first "
+                "side's, the axes moved by --layout: let the second side's function return the side alone"
             )
     return batches

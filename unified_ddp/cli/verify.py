@@ -103,4 +103,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise VerifyError(f"--json {path}: {error}") from error
-

@@ -1,6 +1,14 @@
 """A report as plain text, for assertion messages and logs: names in full, no colours, no width."""
 
-from unified_ddp.equivalence.report.labels import LABELS, excess_text, facts, headline, number, side_text, untested_reason
+from unified_ddp.equivalence.report.labels import (
+    LABELS,
+    excess_text,
+    facts,
+    headline,
+    number,
+    side_text,
+    untested_reason,
+)
 from unified_ddp.equivalence.report.reading import readings
 from unified_ddp.equivalence.results import Finding, Report, Rung
 
@@ -10,9 +18,7 @@ _LISTED = 20
 
 
 def explain(report: Report) -> str:
-    """Returns the verdict, the ladder, the first failing rung with its worst tensors, how its numbers may be read, what was
-    not tested, versions and settings.
-    """
+    """Returns verdict, ladder, worst tensors of the first failing rung, their reading, what was not tested, versions."""
     verdict, sentence = headline(report)
     lines = [f"{LABELS[verdict].upper()}: {sentence}", facts(report), "", *map(_rung, report.rungs)]
     if report.first_failure is not None:

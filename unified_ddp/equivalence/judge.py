@@ -62,8 +62,12 @@ def _is_zero(measure: Measure, of_all: float) -> bool:
 
 def hint(first: np.ndarray, second: np.ndarray) -> str:
     """Returns what a difference looks like: a constant ratio, a transposed or flipped array, a conjugate; "" if nothing."""
-    if first.shape != second.shape or first.size < 2 or not (np.isfinite(first).all() and np.isfinite(second).all()):
-        return "one side is not finite" if first.shape == second.shape and first.size else ""
+    if first.shape != second.shape:
+        return ""
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        return "one side is not finite"
+    if first.size < 2:
+        return ""
     a, b = first.ravel(), second.ravel()
     norm = float(np.vdot(a, a).real)
     if norm == 0:
@@ -84,8 +88,8 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
 
 
 def constant_ratio(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Returns how many times the first array the second is; None if it is no multiple of it, or of less than 2 elements."""
-    if first.shape != second.shape or first.size < 2 or not (np.isfinite(first).all() and np.isfinite(second).all()):
+    """Returns how many times the first array the second is; None if it is no multiple. A single number always is one."""
+    if first.shape != second.shape or not first.size or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return None
     a, b = first.ravel(), second.ravel()
     norm = float(np.vdot(a, a).real)

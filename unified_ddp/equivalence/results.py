@@ -297,7 +297,7 @@ class Report:
         return tuple(f for rung in self.rungs for f in rung.findings)
 
     def worst(self, count: int = 5) -> tuple[Finding, ...]:
-        """Returns the tensors with the worst verdicts, each where it is worst: of the first failing rung those that fail."""
+        """Returns the tensors with the worst verdicts, each where it is worst; of the first failing rung, if any."""
         order = list(Verdict)
         rung = self.first_failure
         findings = [f for f in rung.findings if not f.verdict.ok] if rung else self.findings
@@ -335,10 +335,10 @@ class Report:
         return report_from_json(text)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the report, by the path's suffix: .json, .html (one file that needs no other) or .png (needs matplotlib).
+        """Writes the report by the path's suffix: .json, .html (one file that needs no other) or .png (by matplotlib).
 
         Raises:
-            EquivalenceError: the suffix is another, the file cannot be written, or matplotlib is needed and not installed.
+            EquivalenceError: the suffix is another, the file cannot be written, or matplotlib is not installed.
         """
         from unified_ddp.equivalence.report.saving import save_report
 

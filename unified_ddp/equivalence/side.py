@@ -100,7 +100,9 @@ class Trajectory:
 class Side(Protocol):
     """One model in one framework. Implemented by `TorchSide` and `JaxSide`."""
 
-    framework: str
+    @property
+    def framework(self) -> str:
+        """Returns "torch" or "jax"."""
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Returns parameters and saved buffers, tied ones once, in order of definition."""

@@ -1,5 +1,6 @@
 """One child process: started, watched, and always ended, by its own handle."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -66,9 +67,7 @@ class Child:
         """Returns how an ended child ended, with the end of its output."""
         status = self.process.wait()
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return (
-            f"{self.name} (pid {self.process.pid}) {how} before it was done; the end of its output:\n{self.said()}"
-        )
+        return f"{self.name} (pid {self.process.pid}) {how} before it was done; the end of its output:\n{self.said()}"
 
     def ask_for_stack(self) -> None:
         """Asks it to write where it is to its output; does nothing to one that has ended."""
@@ -109,11 +108,9 @@ def stop_all(children: Iterable[Child]) -> None:
 
 
 def _end_group(leader: int) -> None:
-    """Kills what a child has started and left; the group's number is its leader's, and is not given away while one lives."""
-    try:
+    """Kills what a child has started and left behind."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says so by refusing
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # nothing is left; macOS says so by refusing
 
 
 def follow_parent() -> None:

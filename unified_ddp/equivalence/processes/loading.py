@@ -38,7 +38,9 @@ class Program:
         """
         name, colon, function = text.rpartition(":")
         if not colon or not function.isidentifier() or not name:
-            raise EquivalenceError(f"{text}: give FILE.py:FUNCTION, such as torch_side.py:make, or a directory of `record`")
+            raise EquivalenceError(
+                f"{text}: give FILE.py:FUNCTION, such as torch_side.py:make, or a directory of `record`"
+            )
         path = Path(name)
         if not path.is_file():
             raise EquivalenceError(f"{text}: there is no file {path.absolute()}")
@@ -123,7 +125,7 @@ def own_lines(error: BaseException, path: Path) -> str:
     entries = traceback.extract_tb(error.__traceback__)
     start = next((i for i, entry in enumerate(entries) if Path(entry.filename) == path), 0)
     shown = entries[start:] if len(entries) - start <= 8 else [*entries[start : start + 3], *entries[-4:]]
-    lines = [f'    {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ""}' for entry in shown]
+    lines = [f"    {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}" for entry in shown]
     return "\n".join([f"{type(error).__name__}: {error}", *lines])
 
 

@@ -1,7 +1,7 @@
 """Values with arrays as npz, in files and over sockets. No pickle: nothing that is read is ever executed.
 
-An archive holds its arrays and, as JSON, the value with references to them. numpy writes bfloat16 and float8 without their
-type, so these go as integers of their bits and bear their name in the JSON.
+An archive holds its arrays and, as JSON, the value with references to them. numpy writes bfloat16 and float8 without
+their type, so these go as integers of their bits and bear their name in the JSON.
 """
 
 import collections
@@ -21,7 +21,7 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import BucketTime, SideInfo
 from unified_ddp.equivalence.side import Evaluation, Reduction, TensorInfo, Trajectory
 
-__all__ = ["Closed", "digest", "receive", "read", "send", "write"]
+__all__ = ["Closed", "digest", "read", "receive", "send", "write"]
 
 _RECORDS = {cls.__name__: cls for cls in (BucketTime, Evaluation, Reduction, SideInfo, TensorInfo, Trajectory)}
 _TREE = "tree"
@@ -153,8 +153,8 @@ def _encoded_array(value: Any, keep: Callable[[np.ndarray], str], where: str) ->
         return {"array": keep(bits), "dtype": array.dtype.name}
     if array.dtype.kind not in "biufcSU":
         raise EquivalenceError(
-            f"{where.lstrip('.') or 'a value'} is a {type(value).__name__}, which is no array and no tree (dict, list, tuple) "
-            "of arrays; give numpy arrays"
+            f"{where.lstrip('.') or 'a value'} is a {type(value).__name__}, which is no array and no tree (dict, list, "
+            "tuple) of arrays; give numpy arrays"
         )
     return {"array": keep(array)}
 
@@ -169,7 +169,7 @@ def _decoded(tree: Any, archive: Any) -> Any:
     if "tuple" in tree:
         return tuple(_decoded(item, archive) for item in tree["tuple"])
     if "named" in tree:
-        made = collections.namedtuple(tree["named"], tree["fields"])  # noqa: PYI024
+        made: Any = collections.namedtuple(tree["named"], tree["fields"])  # type: ignore[misc]
         return made(*(_decoded(item, archive) for item in tree["items"]))
     if "record" in tree:
         return _RECORDS[tree["record"]](**{name: _decoded(item, archive) for name, item in tree["items"].items()})

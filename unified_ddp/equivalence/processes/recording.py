@@ -1,8 +1,8 @@
 """A side whose answers are kept in a directory, and one that gives them again, where its program cannot run.
 
 What a comparison asks of the first side depends on that side, the batches and the settings alone, so it can be asked
-beforehand, with the side compared with itself. What it asks of the second side depends on the first one's weights, so the
-second side is recorded with the first one's record at hand. Each answer is a file named by a hash of its question.
+beforehand, with the side compared with itself. What it asks of the second side depends on the first one's weights, so
+the second side is recorded with the first one's record at hand. Each answer is a file named by a hash of its question.
 
     record.json   what was recorded, with which settings
     side.npz      names, shapes, weights, versions
@@ -170,9 +170,9 @@ class RecordedSide:
         if not path.exists():
             settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
             raise EquivalenceError(
-                f"{self.directory} ({self.framework}; {settings}) has no answer to what this comparison asks ({question[0]}). "
-                "It was recorded with other settings, weights or batches, or names leave the mapping open, which takes a "
-                "running side to find out: give --mapping"
+                f"{self.directory} ({self.framework}; {settings}) has no answer to what this comparison asks "
+                f"({question[0]}). It was recorded with other settings, weights or batches, or names leave the mapping "
+                "open, which takes a running side to find out: give --mapping"
             )
         return _read(path)
 

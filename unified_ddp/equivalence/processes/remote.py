@@ -75,7 +75,7 @@ class RemoteSide:
         self._stream.settimeout(_POLL_SECONDS)
         # -P: the current directory stays out of sys.path, where a user's jax.py or torch.py would be found first.
         worker = "unified_ddp.equivalence.processes.worker"
-        command = [python, "-P", "-m", worker, str(theirs.fileno()), str(program.path), program.function]
+        command = [python, "-P", "-u", "-m", worker, str(theirs.fileno()), str(program.path), program.function]
         log = directory / f"{len(list(directory.iterdir()))}.log"
         environment = {**loopback(), **host_devices(ranks)}
         with theirs:
@@ -97,7 +97,7 @@ class RemoteSide:
     def start(self) -> "RemoteSide":
         """Waits until the side is made."""
         if self._told is None:
-            self._told = self._answer("make the side")
+            self._told = self._answer("making the side")
         return self
 
     @property
@@ -176,8 +176,8 @@ class RemoteSide:
                 raise self._ended()
             if time.monotonic() > deadline:
                 raise EquivalenceError(
-                    f"{self._child.name} did not answer in {self._timeout:g} seconds ({what}). It hangs, or the machine is "
-                    f"slow and needs a longer --timeout. Where it is:\n{stacks([self._child])}"
+                    f"{self._child.name} did not answer in {self._timeout:g} seconds ({what}). It hangs, or the "
+                    f"machine is slow and needs a longer --timeout. Where it is:\n{stacks([self._child])}"
                 )
 
         try:
@@ -188,7 +188,7 @@ class RemoteSide:
             return answer["value"]
         if answer["cannot compare"]:
             raise EquivalenceError(answer["error"])
-        raise SideRaisedError(f"{self.program}, asked to {what}, raised {answer['error']}")
+        raise SideRaisedError(f"{self.program}, in {what}, raised {answer['error']}")
 
     def _ended(self) -> EquivalenceError:
         try:

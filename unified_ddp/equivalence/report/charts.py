@@ -1,8 +1,8 @@
-"""Drawings of a report by matplotlib, each on the axes that it is given. The HTML file and the PNG show the same ones."""
+"""Drawings of a report by matplotlib, each on the axes that it is given; the HTML file and the PNG show the same."""
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ _DECADES = 3.0
 _NAME = 34
 _CROWDED = 0.2
 """Share of the heat map's width below which a rung's name does not fit above its steps."""
-FONT = {"font.size": 8, "axes.titlesize": 10, "svg.fonttype": "none"}
+FONT: dict[Any, Any] = {"font.size": 8, "axes.titlesize": 10, "svg.fonttype": "none"}
 """For matplotlib's `rc_context`. Texts stay texts in SVG, which makes files small and searchable."""
 
 
@@ -81,7 +81,7 @@ def heat_cells(report: Report) -> Cells:
 
 
 def draw_heat(axes: "Axes", cells: Cells) -> None:
-    """Draws errors by parameter (down) and rung and step (across): white is the tolerance, red over it, blue under it."""
+    """Draws errors by parameter (down), rung and step (across): white is the tolerance, red over it, blue under it."""
     from matplotlib.colors import Normalize
 
     with np.errstate(divide="ignore"):
@@ -152,10 +152,12 @@ def draw_buckets(axes: "Axes", buckets: Sequence[BucketRow], verdicts: dict[str,
     unit, name = _unit(max(b.bytes for b in buckets))
     for bucket in buckets:
         left = 0.0
-        sizes = bucket.sizes or tuple(bucket.bytes / len(bucket.names) for _ in bucket.names)
+        sizes = bucket.sizes or (bucket.bytes // len(bucket.names),) * len(bucket.names)
         for tensor, size in zip(bucket.names, sizes, strict=True):
             colour = COLOURS[verdicts.get(tensor, Verdict.NOT_TESTED)]
-            axes.barh(bucket.index, size / unit, left=left / unit, color=colour, edgecolor="white", linewidth=0.7, height=0.7)
+            axes.barh(
+                bucket.index, size / unit, left=left / unit, color=colour, edgecolor="white", linewidth=0.7, height=0.7
+            )
             left += size
         axes.text(bucket.bytes / unit, bucket.index, f"  {_tensors(bucket)}", va="center", fontsize=7)
     shown = [v for v in Verdict if v in {verdicts.get(n, Verdict.NOT_TESTED) for b in buckets for n in b.names}]
@@ -185,11 +187,21 @@ def draw_timeline(axes: "Axes", report: Report) -> None:
         colour = FIRST if lane[0] == report.sides[0].framework else SECOND
         began = 0.0
         for t in own:
-            axes.barh(row - 0.25, (t.ready - began) / unit, left=began / unit, height=0.3, color=colour, alpha=0.35, edgecolor="white")
+            axes.barh(
+                row - 0.25,
+                (t.ready - began) / unit,
+                left=began / unit,
+                height=0.3,
+                color=colour,
+                alpha=0.35,
+                edgecolor="white",
+            )
             began = t.ready
             height = 0.45 / depth
             top = row - 0.05 + t.bucket * height
-            axes.barh(top + height / 2, (t.reduced - t.ready) / unit, left=t.ready / unit, height=0.85 * height, color=colour)
+            axes.barh(
+                top + height / 2, (t.reduced - t.ready) / unit, left=t.ready / unit, height=0.85 * height, color=colour
+            )
             axes.text(t.reduced / unit, top + height / 2, f" {t.bucket}", va="center", fontsize=6)
     axes.set_yticks(range(len(lanes)), [f"{side} {rank}" for side, rank in lanes], fontsize=8)
     axes.set(xlabel=f"{name} since backward began (pale: backward; full: all-reduce of a bucket)")
@@ -203,7 +215,14 @@ def draw_curve(axes: "Axes", curve: Curve, names: tuple[str, str]) -> None:
     steps = np.arange(len(curve.first))
     axes.fill_between(steps, curve.low, curve.high, color=FIRST, alpha=0.2, linewidth=0, label="band of one-ULP runs")
     axes.plot(steps, curve.first, color=FIRST, label=names[0], linewidth=1.4)
-    axes.plot(steps, curve.second, "--", color=SECOND, label=names[1] if names[0] != names[1] else f"{names[1]} (second)", linewidth=1.4)
+    axes.plot(
+        steps,
+        curve.second,
+        "--",
+        color=SECOND,
+        label=names[1] if names[0] != names[1] else f"{names[1]} (second)",
+        linewidth=1.4,
+    )
     axes.set(xlabel="step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8)

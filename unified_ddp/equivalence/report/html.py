@@ -66,12 +66,18 @@ def report_to_html(report: Report) -> str:
         _all_findings(report),
         _mapping(report),
         "<h2>Versions and settings</h2>",
-        *(f"<p>{escape(versions)}<br><span class=dim>{escape(flags)}</span></p>" for versions, flags in map(side_text, report.sides)),
+        *(
+            f"<p>{escape(versions)}<br><span class=dim>{escape(flags)}</span></p>"
+            for versions, flags in map(side_text, report.sides)
+        ),
     ]
     title = escape(f"{LABELS[verdict]}: {sentence}")
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
+    viewport = '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{title}</title>'
     body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+    )
 
 
 def _chip(verdict: Verdict) -> str:
@@ -81,12 +87,16 @@ def _chip(verdict: Verdict) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table. Heads that begin with # have numbers below them; cells are HTML."""
     number = [head.startswith("#") for head in heads]
-    text = {i for i, head in enumerate(heads) if "tensor" in head and not number[i] or head in ("reason", "rule", "note")}
+    text = {
+        i for i, head in enumerate(heads) if ("tensor" in head and not number[i]) or head in ("reason", "rule", "note")
+    }
 
     def kind(i: int) -> str:
         return ' class="n"' if number[i] else ' class="t"' if i in text else ""
 
-    top = "".join(f"<th{' class=n' if number[i] else ''}>{escape(head.removeprefix('#'))}</th>" for i, head in enumerate(heads))
+    top = "".join(
+        f"<th{' class=n' if number[i] else ''}>{escape(head.removeprefix('#'))}</th>" for i, head in enumerate(heads)
+    )
     lines = ("<tr>" + "".join(f"<td{kind(i)}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
@@ -103,7 +113,17 @@ def _name(text: str) -> str:
     return escape(text).replace(".", ".<wbr>")
 
 
-_FINDING_HEADS = ("verdict", "tensor", "tensor of the second side", "place", "#bucket", "#/ tolerance", "#difference", "#scale", "#ULP")
+_FINDING_HEADS = (
+    "verdict",
+    "tensor",
+    "tensor of the second side",
+    "place",
+    "#bucket",
+    "#/ tolerance",
+    "#difference",
+    "#scale",
+    "#ULP",
+)
 
 
 def _finding(finding: Finding) -> list[str]:

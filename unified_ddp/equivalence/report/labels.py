@@ -44,13 +44,17 @@ def headline(report: Report) -> tuple[Verdict, str]:
     failing = report.first_failure
     if failing is not None:
         bad = [f for f in failing.findings if f.verdict is failing.verdict]
-        count = f"{tensors(bad)} of {tensors(failing.findings)} tensors"
+        total = tensors(failing.findings)
+        count = f" ({tensors(bad)} of {total} tensors)" if total > 1 else ""
         if failing.verdict is Verdict.PRECISION:
-            return failing.verdict, f"one program, other rounding: {failing.name} apart in {report.dtype}, equal in float64 ({count})"
+            return (
+                failing.verdict,
+                f"one program, other rounding: {failing.name} apart in {report.dtype}, equal in float64{count}",
+            )
         own = sorted({f.side or "" for f in bad})
         if "" not in own:
-            return failing.verdict, f"{' and '.join(own)}: {failing.name} gradients are not the mean over ranks ({count})"
-        return failing.verdict, f"{first} and {second} differ, first at {failing.name} ({count})"
+            return failing.verdict, f"{' and '.join(own)}: {failing.name} gradients are not the mean over ranks{count}"
+        return failing.verdict, f"{first} and {second} differ, first at {failing.name}{count}"
     if report.ok:
         return Verdict.PASS, f"{first} and {second} agree, up to {report.until}"
     missing = [rung.name for rung in report.rungs if not rung.verdict.ok]
@@ -95,7 +99,13 @@ def number(value: float | None) -> str:
         return str(value)
     if value == 0:
         return "0"
-    return f"{value:.2g}" if 0.01 <= abs(value) < 100 else f"{value:.1e}" if abs(value) < 0.01 or abs(value) >= 1e4 else f"{value:.0f}"
+    return (
+        f"{value:.2g}"
+        if 0.01 <= abs(value) < 100
+        else f"{value:.1e}"
+        if abs(value) < 0.01 or abs(value) >= 1e4
+        else f"{value:.0f}"
+    )
 
 
 def excess_text(finding: Finding) -> str:

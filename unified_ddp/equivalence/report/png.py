@@ -111,4 +111,6 @@ def _write(axes: "Axes", lines: list[Line]) -> None:
     for row, pieces in enumerate(lines):
         for left, text, colour in pieces:
             place = 1 - (row + 0.5) / len(lines)
-            axes.text(left, place, text, color=colour, fontsize=7.5, va="center", transform=axes.transAxes, parse_math=False)
+            axes.text(
+                left, place, text, color=colour, fontsize=7.5, va="center", transform=axes.transAxes, parse_math=False
+            )

@@ -1,9 +1,10 @@
-"""What the numbers of a failing rung look like, in sentences. Each says what was seen, and only then what that often means."""
+"""What the numbers of a failing rung look like: each sentence says what was seen, and then what that often means."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 
+from unified_ddp.equivalence.report.labels import tensors
 from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
 
 __all__ = ["readings"]
@@ -26,7 +27,9 @@ def readings(report: Report) -> list[str]:
 
 
 def _of_precision(report: Report) -> list[str]:
-    flags = [f"{side.framework}: {name} {value}" for side in report.sides for name, value in side.flags.items() if value]
+    flags = [
+        f"{side.framework}: {name} {value}" for side in report.sides for name, value in side.flags.items() if value
+    ]
     settings = f" Settings that matter: {'; '.join(flags)}." if flags else ""
     return [f"float64 agrees, so the programs are one; {report.dtype} rounds differently in them.{settings}"]
 
@@ -39,25 +42,36 @@ def _of_reduction(bad: Sequence[Finding]) -> list[str]:
         ranks = sorted({f.rank for f in own if f.rank is not None})
         buckets = sorted({f.bucket for f in own if f.bucket is not None})
         texts.append(
-            f"{side} differs from the mean of its own ranks' gradients (ranks {_listed(ranks)}, buckets {_listed(buckets)}): "
-            "its reduction is wrong, whatever the model is."
+            f"{side} differs from the mean of its own ranks' gradients (ranks {_listed(ranks)}, buckets "
+            f"{_listed(buckets)}): its reduction is wrong, whatever the model is."
         )
     return texts
 
 
 def _of_ratios(rung: Rung, bad: Sequence[Finding], report: Report) -> list[str]:
     known = [f for f in bad if f.ratio is not None]
-    if not known:
+    if len(known) < 2:  # one number is always a multiple of another
         return _of_notes(bad)
     ratio = _median([f.ratio for f in known if f.ratio is not None])
     alike = [f for f in known if f.ratio is not None and math.isclose(f.ratio, ratio, rel_tol=_EQUAL)]
-    names, of = len({f.name for f in alike}), len({f.name for f in rung.findings})
+    if len(alike) < 2:
+        return _of_notes(bad)
+    names, of = tensors(alike), tensors(rung.findings)
     second = report.sides[1].framework if bad[0].side is None else bad[0].side
-    who = f"all {of}" if names == of else f"{names} of {of}"
+    where = (
+        "at every step" if of == 1 else f"in every {alike[0].kind}" if names == of else f"in {names} of {of} tensors"
+    )
     meaning = _meaning(ratio, report.ranks, names == of, rung.name)
-    text = f"{second} is {ratio:.6g} times the other in {who} tensors"
+    text = f"{second} is {_told(ratio)} times the other {where}"
     rest = [f for f in bad if f not in alike]
     return [f"{text}{f': {meaning}' if meaning else ''}.", *_of_notes(rest)]
+
+
+def _told(ratio: float) -> str:
+    """Returns a ratio, with the fraction that it is if that is one over a whole number."""
+    whole = round(1 / ratio)
+    fraction = f" (1/{whole})" if abs(whole) > 1 and math.isclose(ratio, 1 / whole, rel_tol=_EQUAL) else ""
+    return f"{ratio:.6g}{fraction}"
 
 
 def _meaning(ratio: float, ranks: int, everywhere: bool, rung: str) -> str:
@@ -67,8 +81,8 @@ def _meaning(ratio: float, ranks: int, everywhere: bool, rung: str) -> str:
                 return f"{ranks} ranks, so {text}" if value > 1 else f"1/{ranks} ranks, so {text}"
     if math.isclose(ratio, -1, rel_tol=_EQUAL):
         return "the sign is turned"
-    if everywhere and rung in ("gradients", "reduced"):
-        return "one factor on every gradient is a factor on the loss (mean for sum, another divisor)"
+    if everywhere and rung in ("loss", "gradients", "reduced"):
+        return "one factor on all of them is a factor on the loss (mean for sum, another divisor)"
     power = math.log2(abs(ratio))
     if abs(power - round(power)) < _EQUAL and abs(power) >= 1:
         return f"a power of two (2^{round(power)})"
@@ -77,7 +91,7 @@ def _meaning(ratio: float, ranks: int, everywhere: bool, rung: str) -> str:
 
 def _of_notes(bad: Sequence[Finding]) -> list[str]:
     """What single findings say of themselves, most frequent first."""
-    counted = Counter(f.note for f in bad if f.note and f.ratio is None)
+    counted = Counter(f.note for f in bad if f.note)
     texts = []
     for note, _ in counted.most_common(3):
         names = list(dict.fromkeys(f.name for f in bad if f.note == note))
@@ -95,8 +109,8 @@ def _of_spread(rung: Rung, bad: Sequence[Finding]) -> list[str]:
         worst = few[0].decisive
         assert worst is not None
         texts.append(
-            f"only {100 * worst.share_over:.2g} % of the elements of {few[0].name} are over their tolerance, the worst at "
-            f"{list(worst.where)}: isolated elements, such as a padded row, a border, a tie in a maximum."
+            f"only {100 * worst.share_over:.2g} % of the elements of {few[0].name} are over their tolerance, the worst "
+            f"at {list(worst.where)}: isolated elements, such as a padded row, a border, a tie in a maximum."
         )
     return texts
 

@@ -14,7 +14,7 @@ def check_path(path: Path) -> None:
     """Refuses before a comparison what could not be written after it.
 
     Raises:
-        EquivalenceError: the suffix is none of `SUFFIXES`, the folder does not exist, or a PNG is asked for without matplotlib.
+        EquivalenceError: the suffix is none of `SUFFIXES`, there is no such folder, or a PNG lacks matplotlib.
     """
     if path.suffix not in SUFFIXES:
         raise EquivalenceError(f"report {path}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")

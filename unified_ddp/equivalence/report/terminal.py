@@ -1,4 +1,4 @@
-"""A report as one screen of a terminal. It holds at 60 columns: names are cut in the middle, numbers and verdicts never."""
+"""A report as one screen of a terminal. At 60 columns names are cut in the middle, numbers and verdicts never."""
 
 from collections.abc import Sequence
 
@@ -47,9 +47,9 @@ def print_report(report: Report, console: Console, worst: int = 5) -> None:
     for text in readings(report):
         console.print(Text(f"→ {text}" if _unicode(console) else f"> {text}"))
     _print_not_tested(report, console)
+    console.print()
     for note in report.notes:
         console.print(Text(f"note: {note}", style="yellow"))
-    console.print()
     for side in report.sides:
         for line in side_text(side):
             console.print(Text(line, style="dim"))
@@ -64,7 +64,13 @@ def _rung_cells(rung: Rung) -> tuple[str, str, str, str, Text]:
     worst = rung.worst
     reason = untested_reason(rung)
     name = reason or (worst.name if worst else "")
-    return (rung.name, str(tensors(rung.findings) or ""), name, excess_text(worst) if worst and not reason else "", _chip(rung.verdict))
+    return (
+        rung.name,
+        str(tensors(rung.findings) or ""),
+        name,
+        excess_text(worst) if worst and not reason else "",
+        _chip(rung.verdict),
+    )
 
 
 def _worst(findings: Sequence[Finding], width: int) -> Table:
