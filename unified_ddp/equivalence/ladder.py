@@ -9,7 +9,8 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
-from unified_ddp.equivalence.results import RUNGS, Curve, Finding, NotTested, Report, Rung, Verdict
+from unified_ddp.equivalence.reduced import compare_reduced
+from unified_ddp.equivalence.results import RUNGS, BucketRow, BucketTime, Curve, Finding, NotTested, Report, Rung, Verdict
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
 
 from unified_ddp.equivalence.training import Training
@@ -59,6 +60,8 @@ class Ladder:
         self.notes: list[str] = []
         self.curve: Curve | None = None
         self.not_tested: list[NotTested] = []
+        self.buckets: tuple[BucketRow, ...] = ()
+        self.timeline: tuple[BucketTime, ...] = ()
         self.rounding: tuple[float, ...] = (0.0, 0.0)
         self.started = time.monotonic()
 
@@ -71,7 +74,7 @@ class Ladder:
         self._require_determined()
         if self.pair.mapping_note:
             self.notes.append(self.pair.mapping_note)
-        rungs = [*self._static_rungs(), *self._training_rungs()]
+        rungs = [*self._static_rungs(), *self._reduced_rung(), *self._training_rungs()]
         rungs = [_with_consequences(rung, rungs[:i]) for i, rung in enumerate(rungs)]
         return self._report(rungs)
 
@@ -131,6 +134,24 @@ class Ladder:
             for note in compared.notes if compared else ():
                 self._note(note)
         return run, wide
+
+    def _reduced_rung(self) -> list[Rung]:
+        if "reduced" not in self.settings.rungs:
+            return []
+        if self.settings.ranks < 2:
+            return [Rung("reduced", (), note="ranks=1: there is nothing to reduce")]
+        self.settings.progress("reduced", 0, 1)
+        began = time.monotonic()
+        found = compare_reduced(
+            self.observers,
+            self.values,
+            self.pair.batches[0],
+            self.settings.ranks,
+            self.settings.dtype,
+            self.pair.seed,
+        )
+        self.buckets, self.timeline = found.buckets, found.timeline
+        return [Rung("reduced", tuple(found.findings), time.monotonic() - began)]
 
     def _training_rungs(self) -> list[Rung]:
         names = [rung for rung in self.settings.rungs if rung in _NEEDS_OPTIMIZER]
@@ -205,6 +226,8 @@ class Ladder:
             mapping=texts,
             not_tested=(*self.not_tested, *left_out),
             notes=tuple(self.notes),
+            buckets=self.buckets,
+            timeline=self.timeline,
             curve=self.curve,
             seconds=time.monotonic() - self.started,
         )

@@ -70,9 +70,14 @@ class Observer:
         found: Observed = {("loss", "loss"): np.asarray(run.loss).reshape(())}
         found |= {("output", key): self._output(key, value) for key, value in run.outputs.items()}
         found |= {("buffer", name): value for name, value in self._buffers(run.buffers).items()}
-        grads = run.gradients if self.is_first else self.mapping.pull_back(run.gradients, self.shapes)
+        return found | {("gradient", name): grad for name, grad in self.pulled(run.gradients).items()}
+
+    def pulled(self, gradients: Arrays) -> Arrays:
+        """Returns the side's gradients by the first side's names, of mapped tensors only."""
+        if not self.is_first:
+            return self.mapping.pull_back(gradients, self.shapes)
         used = self.mapping.source_names()
-        return found | {("gradient", name): grad for name, grad in grads.items() if name in used}
+        return {name: grad for name, grad in gradients.items() if name in used}
 
     def _output(self, key: str, value: np.ndarray) -> np.ndarray:
         if self.is_first or callable(self.layout) or not self.layout:

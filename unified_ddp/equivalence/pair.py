@@ -11,6 +11,7 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.mapping.find import Overrides, find_mapping
 from unified_ddp.equivalence.mapping.mapping import Mapping as TensorMapping
 from unified_ddp.equivalence.mapping.probe import probe
+from unified_ddp.equivalence.noise import in_dtype
 from unified_ddp.equivalence.observe import Observer
 from unified_ddp.equivalence.results import RUNGS, Report
 from unified_ddp.equivalence.scramble import scrambled
@@ -95,10 +96,14 @@ class Pair:
         )
 
     def values(self, weights: str = "scrambled", mapping: TensorMapping | None = None) -> tuple[Arrays, Arrays]:
-        """Returns the first side's weights, scrambled or as they are, and the second side's made of them."""
+        """Returns the first side's weights, scrambled or as they are, and the second side's made of them.
+
+        The numbers are of the weights' own dtypes, held in float64: a sum of two biases is then exact.
+        """
         values = self.first.values()
         if weights == "scrambled":
             values = scrambled(values, self.first.tensors(), self.seed)
+        values = {name: in_dtype(array, "float64") for name, array in values.items()}
         carried = (self.mapping if mapping is None else mapping).carry(values)
         return values, {**self.second.values(), **carried}
 

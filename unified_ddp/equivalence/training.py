@@ -229,7 +229,9 @@ class Training:
             runs.append(self._train(self.observers[0], noise.jitter(cast, number), dtype, move).losses)
         base = np.asarray(first)
         spread = np.maximum.accumulate(np.max(np.abs(np.asarray(runs) - base), axis=0))
-        width = _BAND_FACTOR * spread + 8 * _EPSILON[dtype] * np.abs(base)
+        travelled = np.maximum.accumulate(np.abs(base - base[0]))
+        constants = 0.0 if dtype == "float64" else _UPDATE_RELATIVE_ELSE * travelled
+        width = _BAND_FACTOR * spread + 8 * _EPSILON[dtype] * np.abs(base) + constants
         findings = []
         for step, (ours, theirs, allowed) in enumerate(zip(first, second, width, strict=True)):
             gap = measure(np.asarray(ours), np.asarray(theirs), Allowance(dtype, extra=allowed))

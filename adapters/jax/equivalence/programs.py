@@ -105,6 +105,10 @@ class Program:
         order = {path: i for i, path in enumerate(self._owners)}
         return tuple(sorted(infos, key=lambda info: (order.get(info.owner, len(order)), info.buffer)))
 
+    def modules(self) -> set[str]:
+        """Returns the names of the Python modules that define the model's types."""
+        return {kind.rpartition(".")[0].partition(".<locals>")[0] for kind, _ in self._owners.values() if kind}
+
     def randomness(self) -> str:
         """Returns what draws random numbers, as far as it can be seen without a second key; "" if nothing does."""
         return ""

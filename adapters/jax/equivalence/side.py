@@ -30,15 +30,22 @@ class JaxSide:
             (loss, buffers, outputs), as under `train_step`.
         optimizer: optax's, for `params`; gradients come to it as `jax.grad` gives them.
         buffers: module state outside the parameters, such as flax linen's variables["batch_stats"].
+        ddp: called with a dict of parameters by name for the reduced rung; returns the
+            `unified_ddp.jax.DistributedDataParallel` (over the axis "data") that reduces them. None takes its defaults.
     """
 
     framework = "jax"
 
     def __init__(
-        self, params: Any, loss_fn: Callable[..., Any], optimizer: Any = None, buffers: Any = None
+        self,
+        params: Any,
+        loss_fn: Callable[..., Any],
+        optimizer: Any = None,
+        buffers: Any = None,
+        ddp: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self.program = program_of(params, loss_fn, buffers)
-        self.optimizer = optimizer
+        self.loss_fn, self.optimizer, self.ddp = loss_fn, optimizer, ddp
         self._jitted: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +115,17 @@ class JaxSide:
         from unified_ddp.jax.equivalence.reduction import reduce_on_devices
 
         return reduce_on_devices(self, values, shards, dtype, buckets)
+
+    def wrap(self, params: Named, buckets: Sequence[Sequence[str]] | None) -> Any:
+        """Returns the layer that reduces the gradients of these parameters, in these buckets if they are given."""
+        from unified_ddp.jax.equivalence.reduction import default_layer
+
+        return default_layer(params, buckets) if self.ddp is None else self.ddp(params)
+
+    def modules(self) -> set[str]:
+        """Returns the names of the Python modules that define what this side holds."""
+        held = {getattr(part, "__module__", None) for part in (self.loss_fn, self.ddp)} | self.program.modules()
+        return {name for name in held if name}
 
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
         """See `Side`."""

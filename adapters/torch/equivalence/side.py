@@ -30,14 +30,22 @@ class TorchSide:
             are a tensor or a tree (dict, tuple, list) of tensors to be compared as well.
         optimizer: called with a module; returns a torch optimizer, an (optimizer, scheduler) pair, or a function without
             arguments that clips, steps and schedules as the user's training loop does after backward.
+        ddp: called with a module on every rank of the reduced rung; returns it wrapped. None wraps it in
+            `unified_ddp.torch.DistributedDataParallel`.
     """
 
     framework = "torch"
 
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: Callable[[nn.Module], Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Callable[[nn.Module], Any] | None = None,
+        ddp: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"TorchSide takes a torch.nn.Module, not {type(model).__name__}")
-        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.model, self.loss, self.optimizer, self.ddp = model, loss, optimizer, ddp
         self._copies: dict[str, nn.Module] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,6 +135,24 @@ class TorchSide:
 
         return reduce_on_ranks(self, values, shards, dtype, buckets)
 
+    def wrap(self, module: nn.Module, *, unused: bool) -> nn.Module:
+        """Returns the module as the ranks train it; `unused`: some rank's backward does not reach all parameters."""
+        if self.ddp is not None:
+            return self.ddp(module)
+        from unified_ddp.torch.ddp import DistributedDataParallel
+
+        return DistributedDataParallel(module, find_unused_parameters=unused)
+
+    def move(self, device: torch.device) -> None:
+        """Moves the model; used in a rank's process, which has a copy of its own."""
+        self.model.to(device)
+        self._copies.clear()
+
+    def modules(self) -> set[str]:
+        """Returns the names of the Python modules that define what this side holds."""
+        held = [self.loss, self.optimizer, self.ddp, *(type(part) for part in self.model.modules())]
+        return {name for part in held if (name := getattr(part, "__module__", None))}
+
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
         """See `Side`."""
         module = self.module(values, dtype, fresh=True)
@@ -151,7 +177,7 @@ class TorchSide:
                 loss, _ = self.call(module, self.batch(batch, dtype))
                 loss.backward()
                 step()
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
                 parameters.append(_parameters(module))
                 saved = tensors_of(module)
                 buffers.append({n: to_numpy(t) for n, t in saved.items() if not isinstance(t, nn.Parameter)})
