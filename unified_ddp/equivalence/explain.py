@@ -18,7 +18,7 @@ _LISTED = 20
 
 
 def explain(report: Report) -> str:
-    """Returns verdict, ladder, worst tensors of the first failing rung, their reading, what was not tested, versions."""
+    """Returns verdict, ladder, worst tensors of the first failing rung, what was not tested, versions."""
     verdict, sentence = headline(report)
     lines = [f"{LABELS[verdict].upper()}: {sentence}", facts(report), "", *map(_rung, report.rungs)]
     if report.first_failure is not None:

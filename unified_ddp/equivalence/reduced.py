@@ -5,12 +5,13 @@ oracle reduces wrongly; sides that differ though each is on its own oracle diffe
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unified_ddp.equivalence.batches import shards
-from unified_ddp.equivalence.judge import hint, judged
+from unified_ddp.equivalence.judge import constant_ratio, hint, judged
 from unified_ddp.equivalence.mapping.mapping import Mapping
 from unified_ddp.equivalence.observe import Key, Observer
 from unified_ddp.equivalence.results import BucketRow, BucketTime, Finding, Verdict
@@ -96,6 +97,8 @@ def _own_oracle(
             gap = measure(mean, _wide(grads[name]), Allowance(dtype, own, 0.0, extra=spread))
             bare = _finding(name, observer, Verdict.PASS, gap, rank, bucket)
             found = judged(bare, (_largest(plain), 0.0), f"{_cause(mean, grads[name], terms)}")
+            if found.verdict is Verdict.DIFFERS:
+                found = replace(found, ratio=constant_ratio(mean, _wide(grads[name])))
             if rank and found.verdict.ok and not _same_bits(grads[name], shared[0][name]):
                 found = _finding(name, observer, Verdict.DIFFERS, gap, rank, bucket, "holds other bits than rank 0")
             findings.append(found)
@@ -166,9 +169,9 @@ def _sides(
 def _rows(first: Reduction, mapping: Mapping, observer: Observer, dtype: str) -> tuple[BucketRow, ...]:
     rows = []
     for index, names in enumerate(first.buckets):
-        size = sum(first.reduced[0][name].nbytes for name in names)
+        sizes = tuple(first.reduced[0][name].nbytes for name in names)
         others = tuple(dict.fromkeys(other for name in names for other in mapping.counterparts(name)))
-        rows.append(BucketRow(index, names, others, size))
+        rows.append(BucketRow(index, names, others, sum(sizes), sizes))
     return tuple(rows)
 
 

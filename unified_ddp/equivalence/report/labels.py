@@ -51,8 +51,8 @@ def headline(report: Report) -> tuple[Verdict, str]:
                 failing.verdict,
                 f"one program, other rounding: {failing.name} apart in {report.dtype}, equal in float64{count}",
             )
-        own = sorted({f.side or "" for f in bad})
-        if "" not in own:
+        own = sorted({f.side for f in bad if f.side is not None})
+        if own:
             return failing.verdict, f"{' and '.join(own)}: {failing.name} gradients are not the mean over ranks{count}"
         return failing.verdict, f"{first} and {second} differ, first at {failing.name}{count}"
     if report.ok:

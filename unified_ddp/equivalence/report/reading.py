@@ -21,6 +21,7 @@ def readings(report: Report) -> list[str]:
     if rung is None:
         return []
     bad = [f for f in rung.findings if f.verdict is rung.verdict]
+    bad = [f for f in bad if f.side is not None] or bad  # a side off its own oracle is off the other side as well
     if rung.verdict is Verdict.PRECISION:
         return _of_precision(report)
     return [*_of_reduction(bad), *_of_ratios(rung, bad, report), *_of_spread(rung, bad)]
