@@ -148,7 +148,7 @@ def test_no_process_outlives_the_command(tmp_path, how):
 def test_recorded_sides_give_the_verdict_without_running(tmp_path):
     source = tmp_path / "own_side.py"
     source.write_text(Path(SIDE).read_text())
-    settings = ["--until", "curve", "--steps", "3", "--seed", "5"]
+    settings = ["--until", "reduced", "--ranks", "4", "--seed", "5"]
     assert run("record", f"{source}:first", tmp_path / "a", *settings).returncode == 0
     done = run("record", f"{source}:tripled", tmp_path / "b", "--first", tmp_path / "a")
     assert done.returncode == 0, done.stderr
@@ -157,12 +157,15 @@ def test_recorded_sides_give_the_verdict_without_running(tmp_path):
     passed = run("compare", tmp_path / "a", tmp_path / "c", "--report", tmp_path / "r.json")
     assert passed.returncode == 0, passed.stdout + passed.stderr
     report = Report.from_json((tmp_path / "r.json").read_text())
-    assert (report.until, report.steps, report.seed) == ("curve", 3, 5)
+    assert (report.until, report.ranks, report.seed) == ("reduced", 4, 5)
     assert any("recorded" in note for note in report.notes)
     assert run("compare", tmp_path / "a", tmp_path / "b").returncode == 1
     other = run("compare", tmp_path / "a", tmp_path / "c", "--seed", "6")
     assert other.returncode == 2
     assert "--seed 6: the record was made with 5" in other.stderr
+    later = run("record", f"{SIDE}:first", tmp_path / "d", "--until", "curve")
+    assert later.returncode == 2
+    assert "Record until reduced at most" in later.stderr
     again = run("record", f"{SIDE}:first", tmp_path / "a")
     assert again.returncode == 2
     assert "exists" in again.stderr

@@ -13,7 +13,7 @@ from unified_ddp.cli.common import EXIT_COULD_NOT_RUN, EXIT_FAILED, could_not_ru
 from unified_ddp.cli.sides import AnySide, batches_of, opened, pythons, recorded_settings, sources
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.pair import Pair
-from unified_ddp.equivalence.processes.recording import RecordedSide, Recorder, write_record
+from unified_ddp.equivalence.processes.recording import RECORDABLE, RecordedSide, Recorder, write_record
 from unified_ddp.equivalence.processes.remote import RemoteSide
 from unified_ddp.equivalence.report.progress import showing_progress
 from unified_ddp.equivalence.report.saving import check_path
@@ -115,6 +115,11 @@ def record(
             raise EquivalenceError(f"--first {first}: give a directory that `record` wrote")
         given = {"until": until, "ranks": ranks, "steps": steps, "dtype": dtype, "weights": weights, "seed": seed}
         settings = options.chosen_settings(recorded_settings(found[1:]), **given)
+        if settings["until"] not in RECORDABLE:
+            raise EquivalenceError(
+                f"--until {settings['until']}: an update gives both optimizers one set of gradients, which takes two sides "
+                f"that run. Record until {RECORDABLE[-1]} at most"
+            )
         with (
             showing_progress(Console(stderr=True)) as tell,
             opened(found[:1], pythons(found[:1], None, None), settings["ranks"], timeout, tell) as (own,),

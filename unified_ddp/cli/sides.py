@@ -45,7 +45,7 @@ def recorded_settings(found: Sequence[Source]) -> dict[str, Any] | None:
 
 
 def pythons(found: Sequence[Source], torch_python: str | None, jax_python: str | None) -> list[str]:
-    """Returns the interpreter of each side.
+    """Returns the interpreter of each side; "" for a recorded one.
 
     Raises:
         EquivalenceError: an interpreter is not there or lacks unified_ddp, or it cannot be told which one a side needs.
@@ -54,7 +54,10 @@ def pythons(found: Sequence[Source], torch_python: str | None, jax_python: str |
     found_by = {name: find_python(f"--{name}-python", python) for name, python in given.items()}
     chosen = []
     for source in found:
-        framework = source.framework() if isinstance(source, Program) else source.framework
+        if isinstance(source, RecordedSide):
+            chosen.append("")
+            continue
+        framework = source.framework()
         if not framework and any(given.values()):
             raise EquivalenceError(
                 f"{source}: --torch-python and --jax-python go by the class that the file names, and it names neither "

@@ -1,7 +1,7 @@
 """A side whose answers are kept in a directory, and one that gives them again, where its program cannot run.
 
-What a comparison asks of the first side depends on that side, the batches and the settings alone, so it can be asked
-beforehand, with the side compared with itself. What it asks of the second side depends on the first one's weights, so
+Up to the reduced rung, what a comparison asks of the first side depends on that side, the batches and the settings alone,
+so it can be asked beforehand, with the side compared with itself. What it asks of the second side depends on the first one's weights, so
 the second side is recorded with the first one's record at hand. Each answer is a file named by a hash of its question.
 
     record.json   what was recorded, with which settings
@@ -19,12 +19,14 @@ from typing import Any
 import unified_ddp
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.processes.messages import digest, read, write
-from unified_ddp.equivalence.results import SideInfo
+from unified_ddp.equivalence.results import RUNGS, SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, Side, TensorInfo, Trajectory
 
-__all__ = ["RecordedSide", "Recorder", "is_record", "write_record"]
+__all__ = ["RECORDABLE", "RecordedSide", "Recorder", "is_record", "write_record"]
 
 RECORD_FORMAT = "unified_ddp.record.1"
+RECORDABLE = RUNGS[: RUNGS.index("reduced") + 1]
+"""Rungs whose questions to the first side do not depend on the second's answers."""
 
 
 def is_record(path: Path) -> bool:
@@ -84,13 +86,12 @@ class Recorder:
         return self._kept(question, lambda: self._side.reduce(values, shards, dtype, buckets))
 
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
-        """See `Side`."""
-        question = ("update", values, list(gradients), dtype)
-        return self._kept(question, lambda: self._side.update(values, gradients, dtype))
+        """See `Side`; not kept, see `RECORDABLE`."""
+        return self._side.update(values, gradients, dtype)
 
     def train(self, values: Arrays, batches: Sequence[Any], dtype: str) -> Trajectory:
-        """See `Side`."""
-        return self._kept(("train", values, list(batches), dtype), lambda: self._side.train(values, batches, dtype))
+        """See `Side`; not kept."""
+        return self._side.train(values, batches, dtype)
 
     def _kept(self, question: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
         path = self._answers / f"{digest(question)}.npz"
