@@ -73,7 +73,11 @@ def test_without_a_terminal_there_is_a_line_a_phase():
         ("with_a_generator", "second", ["batches that are a generator", "itertools.islice"]),
         ("with_an_object", "second", ["numpy_side.py:with_an_object", "['x'] is a object", "numpy arrays"]),
         ("nothing", "second", ["numpy_side.py:nothing returned None"]),
-        ("raises", "second", ["numpy_side.py:raises raised KeyError: 'no such checkpoint'", "numpy_side.py:", "in raises"]),
+        (
+            "raises",
+            "second",
+            ["numpy_side.py:raises raised KeyError: 'no such checkpoint'", "numpy_side.py:", "in raises"],
+        ),
         ("refuses", "second", ["the checkpoint has no weights for 'dense'"]),
         ("dies", "second", ["numpy_side.py:dies (pid", "ended with status 7", "out of memory"]),
         ("divides", "second", ["numpy_side.py:divides, in evaluate, raised ZeroDivisionError", "<lambda>"]),
@@ -99,11 +103,17 @@ def test_a_side_that_cannot_be_run_is_named_with_status_2(first, second, texts):
         ([f"{SIDE}:first", f"{SIDE}:second", "--dtype", "int8"], "--dtype int8: give one of float32"),
         ([f"{SIDE}:first", f"{SIDE}:second", "--ranks", "0"], "--ranks 0: give at least 1"),
         ([f"{SIDE}:first", f"{SIDE}:second", "--jax-python", "no-python"], "--jax-python no-python: there is no such"),
-        ([f"{SIDE}:first", f"{SIDE}:second", "--jax-python", "false"], "--jax-python false: fails; install unified_ddp"),
+        (
+            [f"{SIDE}:first", f"{SIDE}:second", "--jax-python", "false"],
+            "--jax-python false: fails; install unified_ddp",
+        ),
         ([f"{SIDE}:first", f"{SIDE}:second", "--jax-python", sys.executable], "names neither or both of TorchSide"),
         ([f"{SIDE}:first", f"{SIDE}:second", "--mapping", "no.toml"], "--mapping no.toml: there is no such file"),
         ([f"{SIDE}:first", f"{SIDE}:second", "--layout", "x"], "--layout 'x': give NAME=VALUE"),
-        ([f"{SIDE}:first", f"{SIDE}:second", "--report", "report.pdf"], "give a file that ends in .json, .html or .png"),
+        (
+            [f"{SIDE}:first", f"{SIDE}:second", "--report", "report.pdf"],
+            "give a file that ends in .json, .html or .png",
+        ),
         ([f"{SIDE}:first", f"{SIDE}:second", "--report", "/no/such/x.json"], "the folder /no/such does not exist"),
     ],
 )

@@ -167,7 +167,13 @@ def _excess(finding: Finding) -> float:
 
 @dataclass(frozen=True)
 class NotTested:
-    """A tensor on which the comparison says nothing, and why."""
+    """A tensor on which the comparison says nothing.
+
+    Attributes:
+        name: on the side that has it, the first one's if both have.
+        counterparts: the second side's names of it.
+        reason: why nothing is said.
+    """
 
     name: str
     counterparts: tuple[str, ...]
@@ -233,7 +239,15 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class BucketTime:
-    """When one bucket of one rank was ready and when it was reduced, in seconds since its backward began."""
+    """When one bucket of one rank was ready and when it was reduced, in seconds since its backward began.
+
+    Attributes:
+        side: framework of the side.
+        rank: of the reduction.
+        bucket: index in the plan.
+        ready: its last gradient was there.
+        reduced: its all-reduce was done.
+    """
 
     side: str
     rank: int
