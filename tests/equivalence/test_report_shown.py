@@ -145,7 +145,7 @@ def test_the_png_is_written(tmp_path, name):
 
 
 def test_another_suffix_is_refused(tmp_path):
-    with pytest.raises(EquivalenceError, match="ends in .json, .html or .png"):
+    with pytest.raises(EquivalenceError, match=r"ends in \.json, \.html or \.png"):
         REPORTS["pass"].save(tmp_path / "report.pdf")
 
 

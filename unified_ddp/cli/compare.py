@@ -117,8 +117,8 @@ def record(
         settings = options.chosen_settings(recorded_settings(found[1:]), **given)
         if settings["until"] not in RECORDABLE:
             raise EquivalenceError(
-                f"--until {settings['until']}: an update gives both optimizers one set of gradients, which takes two sides "
-                f"that run. Record until {RECORDABLE[-1]} at most"
+                f"--until {settings['until']}: an update gives both optimizers one set of gradients, which takes two "
+                f"sides that run. Record until {RECORDABLE[-1]} at most"
             )
         with (
             showing_progress(Console(stderr=True)) as tell,

@@ -1,8 +1,9 @@
 """A side whose answers are kept in a directory, and one that gives them again, where its program cannot run.
 
-Up to the reduced rung, what a comparison asks of the first side depends on that side, the batches and the settings alone,
-so it can be asked beforehand, with the side compared with itself. What it asks of the second side depends on the first one's weights, so
-the second side is recorded with the first one's record at hand. Each answer is a file named by a hash of its question.
+Up to the reduced rung, what a comparison asks of the first side depends on that side, the batches and the settings
+alone, so it can be asked beforehand, with the side compared with itself. What it asks of the second side depends on the
+first one's weights, so the second side is recorded with the first one's record at hand. Each answer is a file named by
+a hash of its question.
 
     record.json   what was recorded, with which settings
     side.npz      names, shapes, weights, versions
