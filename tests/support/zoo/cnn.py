@@ -79,7 +79,7 @@ class JaxCnn(nnx.Module):
         return self.fc2(nnx.gelu(x, approximate=self.approximate))
 
 
-def batches(count=2, size=8):
+def batches(count=1, size=8):
     random = np.random.default_rng(1)
     return [
         {"x": random.normal(size=(size, 3, 8, 8)).astype(np.float32), "y": random.integers(0, 10, size)}

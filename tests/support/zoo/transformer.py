@@ -111,15 +111,7 @@ class JaxTransformer(nnx.Module):
         return self.wte.attend(x)
 
 
-RULES = {
-    f"layers.{i}.{ours}.{key}": f"blocks.{i}.mlp.{index}.{theirs}"
-    for i in range(2)
-    for ours, index in (("up", 0), ("down", 2))
-    for key, theirs in (("kernel", "weight | permute 1 0"), ("bias", "bias"))
-}
-
-
-def batches(count=2, size=4):
+def batches(count=1, size=4):
     random = np.random.default_rng(2)
     draw = lambda: random.integers(0, VOCABULARY, (size, LENGTH))  # noqa: E731
     return [{"x": draw(), "y": draw()} for _ in range(count)]

@@ -40,6 +40,11 @@ class Module:
     tensors: dict[str, tuple[Source, tuple[int, ...]]]
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> bool:
+        """Says whether the tensors are there from which the type's forms start; the user's rules may have taken them."""
+        return "Norm" in self.type or "weight" in self.tensors or {"weight_ih", "weight_hh"} <= self.tensors.keys()
+
     def source(self, key: str, rule: Rule) -> Source:
         """Returns the source of a tensor with more operations behind those that the module's part has."""
         source, _ = self.tensors[key]
@@ -72,6 +77,8 @@ def register(*types: str) -> Callable[[Make], Make]:
 def forms_of(module: Module, leaves: Leaves) -> list[Form]:
     """Returns every form of the module that fits the leaves below one path."""
     make = _FORMS.get(module.type) or next((f for name, f in _FORMS.items() if _kin(module.type, name)), _as_named)
+    if not module.whole:
+        make = _as_named
     return [form for form in make(module, leaves) if form and _one_kind(form, leaves)]
 
 

@@ -34,11 +34,12 @@ def modules_of(tensors: Sequence[TensorInfo], *, typed: bool) -> list[Module]:
 
 def variants_of(module: Module) -> list[list[Module]]:
     """Returns the ways to see a module: as it is, or as the parts that the other side may hold instead."""
-    if module.type == "MultiheadAttention":
+    if module.type == "MultiheadAttention" and {"in_proj_weight", "q_proj_weight"} & module.tensors.keys():
         return _attention(module)
-    if module.type in ("LSTM", "GRU", "RNN"):
+    if module.type in ("LSTM", "GRU", "RNN") and any(key.startswith("weight_ih") for key in module.tensors):
         return [_layers(module)]
-    if module.type == "Linear" and module.shape("weight")[0] % 3 == 0 and _is_packed(module.path):
+    packed = module.type == "Linear" and module.whole and _is_packed(module.path)
+    if packed and module.shape("weight")[0] % 3 == 0:
         parent = module.path.rpartition(".")[0]
         return [[module], _thirds(parent, module, "weight", "bias")]
     return [[module]]
