@@ -14,7 +14,8 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
-from unified_ddp.torch.reduction.scaling import SCALINGS
+
+REDUCTIONS = ("mean", "sum", "weighted_mean")
 
 
 def check_delayed(
@@ -93,8 +94,8 @@ class Options:
     control_plane: bool
 
     def __post_init__(self) -> None:
-        if self.reduction not in SCALINGS:
-            raise ValueError(f"reduction is one of {', '.join(map(repr, SCALINGS))}, not {self.reduction!r}")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {self.reduction!r}")
         check_every("check_replicas_every", self.check_replicas_every)
         check_every("check_gradients_every", self.check_gradients_every)
 
