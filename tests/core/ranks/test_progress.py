@@ -93,3 +93,43 @@ def test_named_errors_and_other_exceptions_pass_as_they_are() -> None:
     one = Progress(Ranks("named"), lambda: None)
     for error in (MisuseError("not now"), KeyError("x")):
         assert fail(one, error) is error
+
+
+def test_a_rank_that_raised_is_met_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    waiting, raising = (in_its_process(monkeypatch, rank, store) for rank in range(2))
+    for one in (waiting, raising):
+        one.forward(True)
+        one.backwards += 1
+    waiting.require_no_exception_elsewhere()
+    raising.raised(ValueError("boom"))
+    with pytest.raises(RuntimeError, match="rank 1 raised ValueError: boom"):
+        waiting.require_no_exception_elsewhere()
+    # it stays until the other has met the exception
+    assert raising.is_leaving
+    assert not raising.others_know()
+    assert "rank 1 did not arrive" in str(fail(waiting, RuntimeError("gave up waiting"), waiting.pass_name))
+    assert raising.others_know()
+    # the one that only waited has nothing to tell, whatever it raises then, and waits for nobody
+    waiting.raised(RuntimeError("its own end"))
+    assert not waiting.is_leaving
+    # another pass is no concern of that exception's
+    waiting.backwards += 1
+    waiting.require_no_exception_elsewhere()
+
+
+def test_named_errors_and_later_forwards_leave_no_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = in_its_process(monkeypatch, 0, Store())
+    one.raised(MisuseError("a call that was refused"))
+    assert not one.is_leaving
+    one.raised(ValueError("caught by the user"))
+    assert one.is_leaving
+    one.forward(True)
+    assert not one.is_leaving
+
+
+def test_without_a_store_nothing_is_waited_for() -> None:
+    one = Progress(Ranks("no store"), lambda: None)
+    one.raised(ValueError("boom"))
+    one.require_no_exception_elsewhere()
+    assert one.others_know()
