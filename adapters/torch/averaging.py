@@ -24,8 +24,8 @@ from unified_ddp.ranks.last_words import follow
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
+from unified_ddp.torch.module.broadcast import broadcast_module
 from unified_ddp.torch.module.replicas import check_replicas
-from unified_ddp.torch.module.state import broadcast_tensors
 from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
@@ -123,11 +123,11 @@ class AveragingModule(TorchDDP):
 
     def _broadcast_state(self) -> None:
         with self._progress.waiting(_CONSTRUCTION, "the broadcast of rank 0's state"):
-            named = list(self.module.named_parameters())
-            if self.options.sync_buffers_at_construction:
-                named += self.module.named_buffers()
-            state = [t for name, t in named if name not in self.parameters_to_ignore]
-            broadcast_tensors(self.process_group, state, self.broadcast_bucket_size, 0)
+            self._send_module(source=0, buffers=self.options.sync_buffers_at_construction)
+
+    def _send_module(self, source: int, buffers: bool) -> None:
+        ignored, size = self.parameters_to_ignore, self.broadcast_bucket_size
+        broadcast_module(self.process_group, self.module, ignored, size, source, buffers)
 
     def _make_reducer(self) -> None:
         """Builds the reducer of the module as it is now; construction, unpickling and deepcopy end here."""
@@ -257,9 +257,12 @@ class AveragingModule(TorchDDP):
         """Runs the module; a backward pass through what it returns reduces the gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            with self._inside_ddp_forward():
-                output = self.module(*inputs, **kwargs)
-            return self._post_forward(output)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    @torch._disable_dynamo(recursive=False)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -395,9 +398,12 @@ class AveragingModule(TorchDDP):
             RuntimeError: one is registered already, or a backward pass is under way.
         """
         with self.reducer.errors_noted():
-            check_comm_hook(hook)
+            self._check_comm_hook(hook)
             self._use_hook(CommHook(hook, state))
         self._comm_hooks.append((hook, state))
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        check_comm_hook(hook)
 
     # --- pickling and deepcopy
 

@@ -31,7 +31,9 @@ class DDPJoinHook(JoinHook):
             ddp._sync_module_buffers(ddp._find_common_rank(reducer.transport.rank, False))
         ddp.require_forward_param_sync = syncs
         if syncs:
-            reducer.shadow_backward()
+            ddp._match_all_reduce_for_bwd_pass()
+            if ddp.find_unused_parameters:
+                ddp._match_unused_params_allreduce()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes the model of the rank that joined last, and leaves the context: torch's `Join` does not tell us to."""
