@@ -43,6 +43,14 @@ def saved_and_restored(leaf: Any) -> Any:
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
+def named(params: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if leaf.dtype == jnp.float32
+    }
+
+
 def trains() -> dict[str, Any]:
     """From process 0's params; the other's are others. Between steps the state is what a checkpoint would give."""
     params = make_params() | {"key": jax.random.key(rank), "n": jnp.int32(rank)}
@@ -54,12 +62,18 @@ def trains() -> dict[str, Any]:
         losses.append(float(loss))
         state = jax.tree.map(saved_and_restored, state)
     key = jax.random.key_data(state.params["key"]).tolist()
-    params = {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-        if leaf.dtype == jnp.float32
-    }
-    return {"params": params, "losses": losses, "key": key, "n": int(state.params["n"])}
+    return {"params": named(state.params), "losses": losses, "key": key, "n": int(state.params["n"])}
+
+
+def line_search() -> dict[str, Any]:
+    """What differs between processes, here one more leaf, is found before the search begins."""
+    step = DistributedDataParallel(make_params()).train_step(loss_fn, optax.lbfgs())
+    state, losses = step.init(make_params()), []
+    for batch in batches(3, 16):
+        state, loss = step(state, own_rows(batch))
+        losses.append(float(loss))
+    error = _error(lambda: step(state, own_rows(batch) | ({"more": np.ones(8)} if rank else {})))
+    return {"params": named(state.params), "losses": losses, "error": error}
 
 
 def hooks() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from unified_ddp.jax.averaging import GradientAveraging
 from unified_ddp.jax.reduction.broadcast import broadcast
+from unified_ddp.jax.step.keys import fold_in_keys, kept_keys
 from unified_ddp.jax.step.objective import Objective
 from unified_ddp.jax.step.options import StepOptions
 from unified_ddp.jax.step.replica_table import ReplicaTable
@@ -43,7 +44,9 @@ class ReplicaStep:
             differ = table.differ
             scale = jnp.where(jnp.any(differ), 0, scale)
             checks = {"uneven": differ[0], "apart": differ[1] | differ[2], "step": state.step}
-        loss, aux, grads, buffers = self._accumulated(state, inputs.of_replica(state.step, axes), scale)
+        own = dataclasses.replace(state, buffers=fold_in_keys(state.buffers, lax.axis_index(axes)))
+        loss, aux, grads, buffers = self._accumulated(own, inputs.of_replica(state.step, axes), scale)
+        buffers = kept_keys(own.buffers, buffers, state.buffers)
         reduced = self.averaging.all_reduce(grads, state.hook_state)
         means, hook_state = (reduced, None) if state.hook_state is None else reduced
         loss, aux = self.averaging.mean((loss, aux))

@@ -138,6 +138,8 @@ class TrainStep:
             UnevenDataError: rows cannot be shared evenly; or (in every process, and nothing was changed) processes gave
                 batches of different shapes, a weight or a key in some only, or other static bools, numbers or strings.
             ReplicaMismatchError: (in every process) processes restored different states, or are at different steps.
+            MisuseError: the optimizer's state is another optimizer's, or the optimizer asks for arguments that are not
+                there; nothing was changed.
             NonFiniteError: gradients are not finite, with `on_nonfinite="raise"`; nothing was changed.
             StallError: a step has not ended in time.
         """

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax_cases import loss_fn, make_params
-from step_cases import assert_same, batches, hook_wants, plain_steps
+from step_cases import assert_same, batches, hook_wants, line_search_steps, plain_steps
 from support.hook_cases import HOOKS, SHAPES
 from support.torchrun import torchrun
 
@@ -19,6 +19,7 @@ PROCESSES = 2
 WORKER = Path(__file__).parents[1] / "step_worker.py"
 CASES = (
     "trains",
+    "line_search",
     "hooks",
     "keys_and_weights",
     "mismatches",
@@ -52,18 +53,32 @@ def each(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run(tmp_path_factory.mktemp("one_device"), 1, ("trains", "stalls"))
 
 
+def _assert_named(got: dict[str, Any], want: Any, tolerance: float) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        value = np.array(got[jax.tree_util.keystr(path, simple=True, separator=".")]).reshape(leaf.shape)
+        np.testing.assert_allclose(value, leaf, atol=tolerance * np.max(np.abs(leaf), initial=0), rtol=0)
+
+
 def test_trains_as_one_process_would(each: dict[str, Any]) -> None:
     """With the params of process 0, of every dtype."""
     params = make_params()
     want, losses = plain_steps(loss_fn, params, optax.adamw(0.01), batches(3, 16), 2 * each["replicas"])
     for result in each["trains"]:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-5)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(want):
-            got = np.array(result["params"][jax.tree_util.keystr(path, simple=True, separator=".")]).reshape(leaf.shape)
-            np.testing.assert_allclose(got, leaf, atol=2e-5 * np.max(np.abs(leaf), initial=0), rtol=0)
+        _assert_named(result["params"], want, 2e-5)
         assert result["key"] == jax.random.key_data(jax.random.key(0)).tolist()
         assert result["n"] == 0
     assert each["trains"][0] == each["trains"][1]
+
+
+def test_line_search_sees_the_loss_of_all_processes(results: dict[str, Any]) -> None:
+    params = make_params()
+    want, losses = line_search_steps(loss_fn, params, optax.lbfgs(), batches(3, 16), results["replicas"])
+    for result in results["line_search"]:
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-3)
+        _assert_named(result["params"], want, 1e-3)
+        assert result["error"].startswith("UnevenDataError: step 3: processes gave batches or arguments that differ")
+    assert results["line_search"][0] == results["line_search"][1]
 
 
 @pytest.mark.parametrize("name", ["powersgd", "topk"])
