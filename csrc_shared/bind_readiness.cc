@@ -70,7 +70,6 @@ The garbage collector does not see what is held here, so the callables must own 
 Raises:
     PlanError: `eager` has another length, or a parameter stands in two buckets or in none.)")
       .def_prop_ro("phase", &Readiness::phase, "Where the backward pass stands.")
-      .def_prop_ro("launched", &Readiness::launched, "Number of buckets launched in this backward pass or the last.")
       .def_prop_ro(
           "order", [](const Readiness& r) { return to_tuple(r.order()); },
           "Parameters in the order of their first gradients in this backward pass or the last.")

@@ -69,7 +69,6 @@ class Readiness {
 
   Phase phase() const { return phase_; }
   std::size_t size() const { return names_.size(); }
-  std::size_t launched() const { return next_; }  // buckets, in this backward pass
   const std::string& name(std::uint32_t index) const { return names_[check(index)]; }
   bool touched(std::uint32_t index) const { return touched_[check(index)]; }  // since the last end()
   bool seen(std::uint32_t index) const { return seen_[check(index)]; }        // in this backward pass

@@ -289,7 +289,8 @@ class Reducer:
         current = self.current
         current.is_announced = True
         if current.kind is PassKind.SHADOW:
-            return  # joined ranks are told by `join`
+            self._forwards_passed += 1  # as on the ranks that it shadows
+            return
         forward = current.origin or Forward()
         if current.origin is not None:
             if forward.number == 0:

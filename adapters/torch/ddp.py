@@ -47,6 +47,9 @@ class DistributedDataParallel(TorchsMembers):
         reduction: "mean" over ranks, "sum", or "weighted_mean" by what each rank gives to `set_weight`.
         check_replicas_every: compare the ranks' parameters before every so many steps (see `check_replicas`); None
             means never.
+        check_gradients_every: compare the reduced gradients of every so many backward passes with sums of the ranks'
+            local ones made apart, in double precision; for users in doubt. None means never. What a comm hook reduces
+            is not compared.
         control_plane: ranks tell each other, on connections of their own, what they do next, so that ranks out of step
             get an error instead of gradients that are mixed with something else.
 
@@ -80,6 +83,7 @@ class DistributedDataParallel(TorchsMembers):
         *,
         reduction: str = "mean",
         check_replicas_every: int | None = None,
+        check_gradients_every: int | None = None,
         control_plane: bool = True,
     ) -> None:
         delayed = opts.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -101,6 +105,7 @@ class DistributedDataParallel(TorchsMembers):
             init_sync=init_sync,
             reduction=reduction,
             check_replicas_every=check_replicas_every,
+            check_gradients_every=check_gradients_every,
             control_plane=control_plane,
         )
         super().__init__(module, group, options, device_ids, output_device, dim)

@@ -21,6 +21,30 @@ class ExtendedModule(AveragingModule):
         self._steps = 0
         super().__init__(*args)
 
+    @torch._disable_dynamo(recursive=False)
+    def call_method(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs another method of the module through the wrapper, which synchronises as for `forward`.
+
+        Args:
+            method: its name, such as "generate_loss".
+            inputs: its arguments; moved to the module's device as `forward`'s are.
+            kwargs: likewise.
+
+        Returns:
+            What the method returns. A backward pass through it reduces the gradients.
+
+        Raises:
+            MisuseError: the module has no such method.
+        """
+        run = getattr(self.module, method, None)
+        if not callable(run):
+            raise MisuseError(f"the wrapped {type(self.module).__name__} has no method {method!r} to call")
+        with torch.autograd.profiler.record_function("DistributedDataParallel.call_method"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                output = run(*inputs, **kwargs)
+            return self._post_forward(output)
+
     @torch._disable_dynamo
     def sync_gradients(self) -> None:
         """Reduces every `.grad` as it is now, without a forward or backward pass; every rank calls it.

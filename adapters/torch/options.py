@@ -14,7 +14,8 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
-from unified_ddp.torch.reduction.scaling import SCALINGS
+
+REDUCTIONS = ("mean", "sum", "weighted_mean")
 
 
 def check_delayed(
@@ -89,12 +90,14 @@ class Options:
     init_sync: bool
     reduction: str
     check_replicas_every: int | None
+    check_gradients_every: int | None
     control_plane: bool
 
     def __post_init__(self) -> None:
-        if self.reduction not in SCALINGS:
-            raise ValueError(f"reduction is one of {', '.join(map(repr, SCALINGS))}, not {self.reduction!r}")
-        check_every(self.check_replicas_every)
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {self.reduction!r}")
+        check_every("check_replicas_every", self.check_replicas_every)
+        check_every("check_gradients_every", self.check_gradients_every)
 
     @property
     def initial_caps(self) -> tuple[int, ...]:
@@ -127,6 +130,7 @@ class Options:
             "delay_all_reduce_named_params": sorted(self.delayed),
             "reduction": self.reduction,
             "check_replicas_every": self.check_replicas_every,
+            "check_gradients_every": self.check_gradients_every,
             "control_plane": self.control_plane,
             "bucket caps in bytes": [self.caps.largest, *self.caps.per_bucket],
         }
@@ -233,14 +237,14 @@ def warn_deprecated(check_reduction: bool) -> None:
         )
 
 
-def check_every(check_replicas_every: int | None) -> None:
-    """Raises TypeError or ValueError if `check_replicas_every` is neither None nor a positive integer."""
-    if check_replicas_every is None:
+def check_every(argument: str, every: int | None) -> None:
+    """Raises TypeError or ValueError, naming the argument, if `every` is neither None nor a positive integer."""
+    if every is None:
         return
-    if isinstance(check_replicas_every, bool) or not isinstance(check_replicas_every, int):
-        raise TypeError(f"check_replicas_every is a number of steps or None, not {check_replicas_every!r}")
-    if check_replicas_every < 1:
-        raise ValueError(f"check_replicas_every is a positive number of steps or None, not {check_replicas_every}")
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"{argument} is a number of steps or None, not {every!r}")
+    if every < 1:
+        raise ValueError(f"{argument} is a positive number of steps or None, not {every}")
 
 
 def use_side_stream() -> bool:

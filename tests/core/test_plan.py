@@ -69,6 +69,9 @@ def test_bucket_caps_refuses_types() -> None:
         bucket_caps("25")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="True of type bool"):
         bucket_caps(True)
+    for caps in ("25", 25):
+        with pytest.raises(TypeError, match=f"bucket_cap_mb_list is a sequence of numbers of MiB, not {caps!r}"):
+            bucket_caps(None, caps)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_cap_mb_list is empty"):
         bucket_caps(25, [])
 
@@ -84,7 +87,7 @@ def test_json_round_trip() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format="other"), "has format 'other'"),
+        (lambda d: d.update(format="other"), "the plan has format 'other'; this version reads 'unified_ddp.plan.1'"),
         (lambda d: d.update(fingerprint="0" * 16), "was changed after it was written"),
         (lambda d: d.update(fingerprint="no number"), "not a bucket plan"),
         (lambda d: d["params"][2].update(shape=[5]), "was changed after it was written"),

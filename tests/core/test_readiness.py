@@ -121,7 +121,6 @@ class ReadinessAgainstModel(RuleBasedStateMachine):
             return
         assert self.real_log == self.model_log
         assert self.real.phase.name == self.model.phase
-        assert self.real.launched == self.model.launched
         assert list(self.real.order) == self.model.order
         everyone = range(self.size)
         assert {i for i in everyone if self.real.touched(i)} == self.model.touched
@@ -217,6 +216,9 @@ def test_abort_and_new_pass_from_inside_a_callback() -> None:
         (lambda r: r.end(), ReadinessError, r"end\(\) outside a backward pass"),
         (lambda r: r.rebucket([[0, 1]]), PlanError, "'c' stands in no bucket"),
         (lambda r: r.rebucket([[0, 1], [1, 2]]), PlanError, "'b' stands in two buckets"),
+        (lambda r: Readiness(["a"], [[0]], [], print, print, print), PlanError, "given 0 eager flags for 1 parameters"),
+        (lambda r: (r.begin(), r.begin()), ReadinessError, "is being reduced already; end or abort it"),
+        (lambda r: (r.begin(), r.rebucket([[0, 1, 2]])), ReadinessError, "buckets cannot change during a backward"),
         (lambda r: (r.begin(), r.end()), ReadinessError, "2 of 2 buckets not launched"),
     ],
 )

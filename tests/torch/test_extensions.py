@@ -133,3 +133,37 @@ def case_changed(rank: int, world_size: int) -> None:
 
 def test_a_module_changed_before(world: Callable[[int], Any]) -> None:
     world(2).run(case_changed)
+
+
+class TwoMethods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.net(x))
+
+    def loss(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return scale * self.forward(x).pow(2).mean() + self.net(x).abs().mean()
+
+
+def case_call_method(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(TwoMethods(), **options)
+    for step in range(4):
+        x = torch.randn(6, 8) * (rank + 1)
+
+        def run(m: nn.Module, x: torch.Tensor = x) -> None:
+            loss = m.call_method("loss", x, scale=3.0) if m is ddp else m.loss(x, scale=3.0)  # type: ignore[operator]
+            loss.backward()
+
+        check_step(ddp, run)
+        if step == 1:  # and forwards beside it
+            check_step(ddp, lambda m, x=x: m(x).pow(2).sum().backward())
+    with pytest.raises(MisuseError, match="TwoMethods has no method 'looss'"):
+        ddp.call_method("looss")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+def test_another_method_is_reduced_as_forward_is(world: Callable[[int], Any], options: dict[str, Any]) -> None:
+    world(2).run(case_call_method, options=options)

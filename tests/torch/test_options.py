@@ -61,6 +61,8 @@ def options(**changes: Any) -> opts.Options:
         "init_sync": True,
         "reduction": "mean",
         "check_replicas_every": None,
+        "check_gradients_every": None,
+        "control_plane": True,
     }
     return opts.Options(**given | changes)
 
@@ -104,6 +106,8 @@ ALIKE: dict[str, Any] = {
     "sync_buffers_at_construction": False,
     "reduction": "sum",
     "check_replicas_every": 3,
+    "check_gradients_every": 3,
+    "control_plane": False,
 }
 MAY_DIFFER: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_copy": True, "init_sync": False}
 
@@ -136,6 +140,11 @@ def test_compared_caps_and_names_have_one_order() -> None:
     ("changes", "error", "message"),
     [
         ({"reduction": "average"}, ValueError, "'mean', 'sum', 'weighted_mean', not 'average'"),
+        (
+            {"check_gradients_every": 0},
+            ValueError,
+            "check_gradients_every is a positive number of steps or None, not 0",
+        ),
         ({"check_replicas_every": 0}, ValueError, "positive number of steps or None, not 0"),
         ({"check_replicas_every": -3}, ValueError, "positive number of steps or None, not -3"),
         ({"check_replicas_every": 1.5}, TypeError, "number of steps or None, not 1.5"),

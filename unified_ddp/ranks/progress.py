@@ -29,10 +29,13 @@ class Progress:
         self.forwards = 0
         self.local_forwards = 0
         self.backwards = 0
+        self._exception_at: float | None = None
+        self._has_failed = False
         self._since = self._started = time.time()
 
     def forward(self, sync: bool) -> None:
         """Counts a forward that records gradients."""
+        self._exception_at, self._has_failed = None, False
         if sync:
             self.forwards += 1
         else:
@@ -83,7 +86,40 @@ class Progress:
                 )
         return "".join(f"\n{line}" for line in lines)
 
-    def leave_sign(self, phase: str, detail: str, error: Exception) -> Sign:
+    def raised(self, error: BaseException) -> None:
+        """Tells the other ranks, should they ask, of an exception that ended a backward pass here, or this process."""
+        if not isinstance(error, UnifiedDDPError) and not self._has_failed:
+            sign = self.leave_sign(self._exception_phase, "which it did not reduce", error)
+            self._exception_at = sign.at
+
+    @property
+    def _exception_phase(self) -> str:
+        return f"an exception in {self.pass_name}"
+
+    def require_no_exception_elsewhere(self) -> None:
+        """Looks, in a wait that takes long, whether a rank has raised in this pass: it will not come.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        call = self._roll_call()
+        for rank, sign in ((call.look() if call is not None else None) or {}).items():
+            if sign is not None and sign.phase == self._exception_phase and sign.at >= self._since:
+                raise RuntimeError(f"rank {rank} raised {sign.error}")
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the last that was heard is an exception, and other ranks may be waiting for this one."""
+        return self._exception_at is not None and self._group.world_size > 1
+
+    def others_know(self) -> bool:
+        """Says whether every other rank has met the exception, or cannot be asked."""
+        call = self._roll_call()
+        signs = call.look() if call is not None else None
+        at = self._exception_at or 0.0
+        return signs is None or all(sign is not None and sign.at >= at for sign in signs.values())
+
+    def leave_sign(self, phase: str, detail: str, error: BaseException) -> Sign:
         """Tells the other ranks, should they ask, what this one met."""
         sign = Sign(phase, detail, self._state, f"{type(error).__name__}: {error}", time.time())
         if (call := self._roll_call()) is not None:
@@ -99,6 +135,7 @@ class Progress:
         """Returns the error to raise for a collective that failed with `error`."""
         if isinstance(error, UnifiedDDPError):
             return error
+        self._has_failed = True
         sign = self.leave_sign(phase, detail, error)
         call = self._roll_call()
         if call is None:

@@ -18,8 +18,6 @@ from unified_ddp.jax import DistributedDataParallel
 from unified_ddp.jax.equivalence.demo_model import loss_and_buffers
 from unified_ddp.plan import BucketPlan
 
-__all__ = ["run_side"]
-
 AXIS = "data"
 Tree = dict[str, jax.Array]
 Arrays = dict[str, np.ndarray]

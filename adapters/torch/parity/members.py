@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _rank_not_in_group
 from unified_ddp.ranks.control import Does
 from unified_ddp.torch.comm_hooks.optimizer_in_backward import StepOptimizersState, step_optimizers_hook
 from unified_ddp.torch.extensions import ExtendedModule
+from unified_ddp.torch.module.broadcast import broadcast
 from unified_ddp.torch.module.buffers import broadcast_buffers
 from unified_ddp.torch.module.sync_batchnorm import adopt_sync_batchnorm
 from unified_ddp.torch.options import Options
@@ -45,6 +46,15 @@ class TorchsMembers(ExtendedModule):
         self.bucket_bytes_cap_default = options.caps.is_default
         self._accum_grad_hooks: list[Any] = []
         self._ddp_sink_clone = True
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """`forward_sync_buffers`, under the only name that torch's class has for it before torch 2.13."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, sync: bool) -> None:
+        self.forward_sync_buffers = sync
 
     def _make_reducer(self) -> None:
         self._passing_sync_batchnorm_handle(self.module)
@@ -143,17 +153,52 @@ class TorchsMembers(ExtendedModule):
                 stacklevel=2,
             )
 
+    def _sync_buffers(self) -> None:
+        """Synchronises buffers; graphs that saved them do not count it as a change, before torch 2.13 neither."""
+        with torch.no_grad():
+            source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+            self._assign_modules_buffers()
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self._sync_module_buffers(source)
+
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """Gives all ranks the buffers of one; a backward pass that still needs old values keeps them."""
+        buffers = self.modules_buffers if bufs is None else bufs
+        size = self.broadcast_bucket_size if bucket_size is None else bucket_size
         broadcast_buffers(
-            self.process_group,
             self.module,
-            self.modules_buffers if bufs is None else bufs,
-            self.broadcast_bucket_size if bucket_size is None else bucket_size,
-            authoritative_rank,
+            buffers,
+            self._transport.rank == authoritative_rank,
+            lambda tensors: self._distributed_broadcast_coalesced(tensors, size, authoritative_rank),
         )
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Gives all ranks the tensors of one, of any dtype and layout, in place."""
+        broadcast(self.process_group, tensors, buffer_size, authoritative_rank)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Gives all ranks the model of the last one that joined."""
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        self._send_module(self._authoritative_rank, buffers=self.forward_sync_buffers)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Takes part in a backward pass of ranks that still have inputs, with zeros."""
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Called after it, with `find_unused_parameters`: the pass itself has told the ranks already."""
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        self._clear_grad_buffer()
+        return output
+
+    def _clear_grad_buffer(self) -> None:
+        """Called at the end of each forward: delayed parameters have buckets like others, nothing is to be cleared."""
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Trains on with other ranks; buckets are rebuilt. Comm hooks with groups of their own are the caller's."""
@@ -165,9 +210,21 @@ class TorchsMembers(ExtendedModule):
             self._control.connect_anew()
             self.reducer._update_process_group(new_process_group)
 
+    def _reduced(self) -> dict[str, tuple[nn.Parameter, bool]]:
+        """Asks `_build_params_for_reducer`, which subclasses may override, what is to be reduced."""
+        names = {param: name for name, param in self.module.named_parameters()}
+        params, sparse = self._build_params_for_reducer()
+        foreign = [f"{i}, of shape {tuple(p.shape)}," for i, p in enumerate(params) if p not in names]
+        if foreign:
+            raise ValueError(
+                f"_build_params_for_reducer of {type(self).__name__} returned parameters of no part of the wrapped "
+                f"module: number {' and '.join(foreign)} cannot be reduced with it"
+            )
+        return {names[p]: (p, is_sparse) for p, is_sparse in zip(params, sparse, strict=True)}
+
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Returns the parameters to reduce and, for each, whether its gradient is sparse."""
-        found = self._reduced()
+        found = super()._reduced()
         self._assign_modules_buffers()
         return [p for p, _ in found.values()], [sparse for _, sparse in found.values()]
 

@@ -1,6 +1,7 @@
 """The torch side of the reducer: packs gradients into buckets, launches all-reduces or comm hooks, unpacks."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,14 +176,21 @@ class TorchBackend:
         storage = bucket.buffer()
         if storage.is_sparse and not self.transport.sums_sparse:
             dense = storage.to_dense()
-            return DenseReduction(self.transport.all_reduce(dense), dense)
-        return WorkReduction(self.transport.all_reduce(storage), storage)
+            return DenseReduction(self._all_reduce(dense), dense)
+        return WorkReduction(self._all_reduce(storage), storage)
+
+    def _all_reduce(self, storage: torch.Tensor) -> Callable[[], None]:
+        """Starts it, and returns what waits for it."""
+        work = self.transport.all_reduce(storage)
+        return functools.partial(self.transport.wait, work, self.progress.require_no_exception_elsewhere)
 
     def unpack(self, current: TorchPass, bucket: int, reduced: torch.Tensor, keep: set[int]) -> None:
         """Makes `reduced` the gradients of the bucket, save of the positions `keep`."""
-        storage = self.storages[bucket]
-        positions = storage.unpack(reduced, keep, current.buckets[bucket], current.context)
-        self.on_reduced(storage.spec.params[i] for i in positions)
+        positions = self._unpack(current, bucket, reduced, keep)
+        self.on_reduced(current.plan.buckets[bucket].params[i] for i in positions)
+
+    def _unpack(self, current: TorchPass, bucket: int, reduced: torch.Tensor, keep: Collection[int]) -> Collection[int]:
+        return self.storages[bucket].unpack(reduced, keep, current.buckets[bucket], current.context)
 
     def failure(self, bucket: int, error: RuntimeError) -> Exception:
         """Returns the error that names the bucket, its parameters and the ranks that did not arrive."""

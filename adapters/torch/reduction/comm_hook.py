@@ -42,12 +42,12 @@ class CommHook:
 class WorkReduction:
     """A collective in place on `storage`."""
 
-    work: dist.Work
+    wait: Callable[[], None]
     storage: torch.Tensor
 
     def result(self) -> torch.Tensor:
         """Waits (NCCL: makes the current stream wait) and returns the storage."""
-        self.work.wait()
+        self.wait()
         return self.storage
 
 
@@ -55,12 +55,12 @@ class WorkReduction:
 class DenseReduction:
     """A sparse gradient summed as a dense tensor, where the backend sums no sparse ones (NCCL)."""
 
-    work: dist.Work
+    wait: Callable[[], None]
     dense: torch.Tensor
 
     def result(self) -> torch.Tensor:
         """Waits as `WorkReduction` and returns the sum, sparse in the first dimension."""
-        self.work.wait()
+        self.wait()
         return self.dense.to_sparse(1)
 
 

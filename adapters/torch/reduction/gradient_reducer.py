@@ -26,6 +26,7 @@ from unified_ddp.torch.reduction import autograd, distributed_autograd, timing
 from unified_ddp.torch.reduction.arrivals import Arrivals
 from unified_ddp.torch.reduction.backend import EAGER_BYTES, TorchBackend, TorchPass
 from unified_ddp.torch.reduction.comm_hook import CommHook
+from unified_ddp.torch.reduction.gradient_check import CheckedBackend
 from unified_ddp.torch.reduction.mixed_precision import MixedPrecision
 from unified_ddp.torch.reduction.post_reduction import PostReductionHooks
 from unified_ddp.torch.reduction.scaling import SCALINGS
@@ -110,15 +111,9 @@ class GradientReducer:
             touched=lambda param: core.touched(param),
             settle=lambda: core.settle(),
         )
-        self.backend = TorchBackend(
-            self.params,
-            self.transport,
-            self.scaling,
-            options.gradient_as_bucket_view,
-            mixed,
-            self.progress,
-            weak_call(self._ended),
-        )
+        arguments = (self.params, self.transport, self.scaling, options.gradient_as_bucket_view, mixed, self.progress)
+        every, ended = options.check_gradients_every, weak_call(self._ended)
+        self.backend = CheckedBackend(every, *arguments, ended) if every else TorchBackend(*arguments, ended)
         self.backend.on_first_launch = functools.partial(self.timer.mark, timing.COMM_START)
         self.backend.on_reduced = functools.partial(self.post_reduction.run, self.names, self.params)
         self.backend.adopt(plan)
@@ -271,9 +266,14 @@ class GradientReducer:
         current = self.core.begin(
             arrival=self._arrivals.counted_on(arrival), used=used, origin=forward, is_certain=reaches_any
         )
-        current.end = weakref.ref(end)
+        current.end = weakref.ref(end, weak_call(self._end_dropped))
         if reaches_any:
             current.share.exchange()
+
+    def _end_dropped(self, _end: Any) -> None:
+        """Autograd let go of our end: it was called, or an exception has ended the backward pass."""
+        if self.core.phase is Phase.ACTIVE and self.core.current.is_left:
+            self.progress.raised(RuntimeError("an exception ended the backward pass"))
 
     def _expected(self) -> bytes | None:
         if not self.usage.varies:

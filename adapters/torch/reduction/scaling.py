@@ -14,6 +14,7 @@ import torch.distributed as dist
 from unified_ddp.errors import MisuseError, ReductionError
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.ranks.texts import ranks_text
+from unified_ddp.torch.options import REDUCTIONS
 from unified_ddp.torch.reduction import autograd
 from unified_ddp.torch.reduction.storage import LocalGradients
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
@@ -45,8 +46,6 @@ class MeanScaling:
         touched: says whether a parameter, by number, got a gradient that is not reduced yet.
         settle: makes sure that all ranks are at this pass, before something is communicated.
     """
-
-    name = "mean"
 
     def __init__(
         self,
@@ -101,6 +100,10 @@ class MeanScaling:
     def next_iteration(self) -> None:
         """Hears of a synchronising forward."""
 
+    def part(self, number: int) -> float:
+        """Returns how much of what a parameter's gradient holds is to be reduced: it may hold the ranks' sum."""
+        return 1.0
+
     def adjust(self, numbers: Sequence[int], views: Sequence[torch.Tensor], absent: Collection[int]) -> None:
         """Changes the packed gradients of a bucket before they are reduced.
 
@@ -120,7 +123,7 @@ class MeanScaling:
         """Refuses a weight, save in the weighted mean."""
         raise MisuseError(
             "set_weight() needs DistributedDataParallel(..., reduction='weighted_mean'); this one has "
-            f"reduction={self.name!r}"
+            f"reduction={next(name for name, scaling in SCALINGS.items() if type(self) is scaling)!r}"
         )
 
 
@@ -131,7 +134,6 @@ class SumScaling(MeanScaling):
     already. So it is divided by the world size: before this rank adds to it, or, if it adds nothing, when it is packed.
     """
 
-    name = "sum"
     _shared: frozenset[int] = frozenset()
     """Parameters whose gradients were divided and are not reduced yet."""
 
@@ -163,8 +165,12 @@ class SumScaling(MeanScaling):
     def adjust(self, numbers: Sequence[int], views: Sequence[torch.Tensor], absent: Collection[int]) -> None:
         """Leaves this rank's part of gradients that it has not touched since they were reduced."""
         for position, (number, view) in enumerate(zip(numbers, views, strict=True)):
-            if not self._touched(number) and number not in self._shared and position not in absent:
-                view.mul_(self._part)
+            if position not in absent and (part := self.part(number)) != 1.0:
+                view.mul_(part)
+
+    def part(self, number: int) -> float:
+        """Returns this rank's part of a gradient that it has not touched since it was reduced."""
+        return 1.0 if self._touched(number) or number in self._shared else self._part
 
     def end(self) -> None:
         """What is divided is reduced."""
@@ -178,7 +184,6 @@ class SumScaling(MeanScaling):
 class WeightedScaling(MeanScaling):
     """The sum over ranks of weight times gradient, divided by the sum of the weights."""
 
-    name = "weighted_mean"
     _weight: float | None = None
     _used = False
 
@@ -273,5 +278,5 @@ class _WeightedShare(Share):
         return self._known
 
 
-SCALINGS = {scaling.name: scaling for scaling in (MeanScaling, SumScaling, WeightedScaling)}
+SCALINGS = dict(zip(REDUCTIONS, (MeanScaling, SumScaling, WeightedScaling), strict=True))
 """By the constructor's argument `reduction`."""

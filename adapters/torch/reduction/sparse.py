@@ -6,7 +6,7 @@ import torch
 
 from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-from unified_ddp.torch.reduction.storage import Context
+from unified_ddp.torch.reduction.storage import Context, missing_in_context
 
 
 class SparseBucketStorage:
@@ -58,9 +58,13 @@ class SparseBucketStorage:
         with torch.no_grad():
             result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
             held = self.gradient(context=context)
+            if state.absent and _has_values(result):
+                state.lent = set(state.absent)
+                if context is not None:
+                    raise missing_in_context(param)
             if held is not None and held.layout == result.layout:
                 held.copy_(result)
-            else:
+            elif context is None:
                 param.grad = result
         self.flat = self._empty()
         return [0] if context is None else []
@@ -70,3 +74,7 @@ class SparseBucketStorage:
         indices = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
         values = torch.zeros((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
         return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor._nnz() > 0 if tensor.is_sparse else bool(tensor.any())

@@ -123,7 +123,7 @@ class BucketStorage:
                 continue
             if scale == 0.0:
                 view.zero_()
-            elif not _same_memory(grad, view):
+            elif grad.is_sparse or not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
             else:
@@ -134,9 +134,9 @@ class BucketStorage:
             torch._foreach_copy_(into, copied)
         if scale not in (0.0, 1.0):
             if positions is None:
-                self.flat.mul_(scale)
+                _parts(self.flat).mul_(scale)
             else:
-                torch._foreach_mul_([self.views[i] for i in positions], scale)
+                torch._foreach_mul_([_parts(self.views[i]) for i in positions], scale)
 
     def _become_view(self, position: int, grad: torch.Tensor | None) -> None:
         """Frees the packed gradient's own memory now, not at the end of the pass, if `.grad` is to be a view."""
@@ -145,7 +145,7 @@ class BucketStorage:
 
     def _mark_absent(self, position: int, state: BucketState) -> None:
         """Packs a missing gradient as -0.0, which a sum leaves only if every rank packed it."""
-        self.views[position].fill_(-0.0)
+        _parts(self.views[position]).fill_(-0.0)
         state.absent.add(position)
 
     def _left_alone(self, views: Sequence[torch.Tensor], keep: Collection[int], state: BucketState) -> Collection[int]:
@@ -200,10 +200,7 @@ class BucketStorage:
         for i in positions:
             grad = context.get(self.params[i])
             if grad is None:
-                raise ReductionError(
-                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in "
-                    "this rank's distributed autograd context, where it cannot be added; use it on every rank"
-                )
+                raise missing_in_context(self.params[i])
             grad.copy_(views[i])
 
     def _install_views(self, reduced: torch.Tensor, positions: Collection[int]) -> None:
@@ -234,10 +231,23 @@ class BucketStorage:
             torch._foreach_copy_(into, copied)
 
 
+def missing_in_context(param: torch.Tensor) -> ReductionError:
+    """Returns the error for a parameter whose reduced gradient has no place in a context."""
+    return ReductionError(
+        f"a parameter of shape {tuple(param.shape)} has a gradient on another rank and none in this rank's distributed "
+        "autograd context, where it cannot be added; use it on every rank"
+    )
+
+
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() != 0 and a.dtype == b.dtype)
 
 
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts: a product of complex numbers loses the signs of zeros."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _all_negative_zero(tensor: torch.Tensor) -> bool:
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    parts = _parts(tensor)
     return bool(((parts == 0) & torch.signbit(parts)).all())

@@ -1,7 +1,12 @@
 """The ranks of a torch.distributed process group, whatever its backend: collectives, and the store beside them."""
 
+import datetime
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+
+_PATIENCE = datetime.timedelta(seconds=1)
 
 
 class GroupStore:
@@ -45,6 +50,25 @@ class ProcessGroupTransport:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.group.size()
+
+    def wait(self, work: dist.Work, look: Callable[[], None]) -> None:
+        """Waits for a collective; on NCCL, makes the current stream wait.
+
+        Args:
+            work: the collective.
+            look: called now and then, where the host waits; what it raises ends the wait.
+        """
+        if self.backend_name != dist.Backend.GLOO:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            look()
 
     def store(self) -> GroupStore | None:
         """Returns the group's store; None if it was made without one."""

@@ -8,8 +8,6 @@ from enum import StrEnum
 from unified_ddp.equivalence.compare import default_tolerance
 from unified_ddp.errors import UnifiedDDPError
 
-__all__ = ["Dtype", "Fault", "Side", "VerifyConfig", "VerifyError"]
-
 
 class VerifyError(UnifiedDDPError, RuntimeError):
     """The verification could not run, so it says nothing about the gradients."""

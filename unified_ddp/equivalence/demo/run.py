@@ -14,8 +14,6 @@ from unified_ddp.equivalence.demo.exchange import Exchange, StepRecord
 from unified_ddp.equivalence.demo.verdict import Finding, Judge, VerifyReport
 from unified_ddp.plan import BucketPlan, schema_fingerprint
 
-__all__ = ["run_verify"]
-
 _POLL_SECONDS = 0.01
 
 Progress = Callable[[str, int], None]

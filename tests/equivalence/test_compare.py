@@ -125,6 +125,8 @@ def test_shapes_and_dtypes_are_checked():
     compare_gradients(grads("float64"), grads(), make_plan())
     with pytest.raises(ComparisonError, match=r"has shape \(2,\) in the reference"):
         compare_arrays(np.ones(2), np.ones(3), "w")
+    with pytest.raises(ComparisonError, match="'w' has dtype object, which is not compared; cast it to float32"):
+        compare_arrays(np.ones(2), np.array([1, 2], object), "w")
 
 
 def test_frozen_parameters_have_no_gradient():
@@ -140,8 +142,12 @@ def test_merging_keeps_the_largest_of_each():
     merged = merge_comparisons([compare_gradients(grads(), grads(), plan), compare_gradients(grads(), actual, plan)])
     assert merged.offenders == ("fc.bias",)
     assert merged.params[0].max_abs == 1
-    with pytest.raises(ComparisonError, match="no comparison"):
+    with pytest.raises(ComparisonError, match="there is no comparison to merge; give at least one"):
         merge_comparisons([])
+    fewer = {"fc.bias": grads()["fc.bias"]}
+    one = compare_gradients(fewer, fewer, BucketPlan([ParamSpec("fc.bias", [2, 3], "float32")], [[0]]))
+    with pytest.raises(ComparisonError, match="comparisons of different parameters cannot be merged"):
+        merge_comparisons([merged, one])
 
 
 def test_json_is_strict():
@@ -168,7 +174,7 @@ def test_ulp_counts_steps_through_zero(dtype):
 
 
 def test_ulp_refuses_other_dtypes():
-    with pytest.raises(ComparisonError, match="int32"):
+    with pytest.raises(ComparisonError, match="no ULP distance between int32 and int32; cast both"):
         ulp_distance(np.ones(1, np.int32), np.ones(1, np.int32))
 
 

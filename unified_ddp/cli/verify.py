@@ -1,48 +1,17 @@
-"""The command line. Loads neither framework itself, so that `--help` answers at once and without them."""
+"""`unified-ddp verify`: the self-test."""
 
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from unified_ddp import __version__
+from unified_ddp.cli.common import EXIT_FAILED, could_not_run
 from unified_ddp.equivalence.demo.config import Dtype, Fault, Side, VerifyConfig, VerifyError
 
-__all__ = ["app", "main"]
 
-EXIT_FAILED = 1
-"""The gradients are wrong."""
-EXIT_COULD_NOT_RUN = 2
-"""Nothing can be said about the gradients. Also the status of a wrong option."""
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-def main() -> None:
-    """Runs `unified-ddp`."""
-    app()
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
-) -> None:
-    """One distributed-data-parallel layer for PyTorch and JAX."""
-
-
-@app.command()
 def verify(
     world_size: Annotated[int, typer.Option(help="Ranks on each side.")] = VerifyConfig.world_size,
     steps: Annotated[int, typer.Option(help="Training steps.")] = VerifyConfig.steps,
@@ -72,9 +41,8 @@ def verify(
     The data are scikit-learn's 1,797 handwritten digits. Exit status: 0 every gradient is inside the tolerance, 1 one
     is not, 2 the run could not be carried out.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that children are ended
     console = Console()
-    try:
+    with could_not_run():
         config = VerifyConfig(
             world_size=world_size,
             steps=steps,
@@ -93,9 +61,6 @@ def verify(
         _check_output("--json", json_file)
         _check_output("--plot", plot, suffix=".png")
         ok = _verify(config, console, json_file, plot)
-    except VerifyError as error:
-        Console(stderr=True).print(f"[red]could not run:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_COULD_NOT_RUN) from None
     raise typer.Exit(0 if ok else EXIT_FAILED)
 
 
@@ -136,7 +101,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise VerifyError(f"--json {path}: {error}") from error
-
-
-if __name__ == "__main__":
-    main()

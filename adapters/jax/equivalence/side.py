@@ -1,0 +1,229 @@
+"""A JAX model with its loss function and optimizer, as one side of a pair."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import unified_ddp
+from unified_ddp.equivalence.batches import flatten, map_arrays
+from unified_ddp.equivalence.errors import EquivalenceError
+from unified_ddp.equivalence.results import SideInfo
+from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorInfo, Trajectory
+from unified_ddp.jax.equivalence.programs import Named, program_of
+
+
+class JaxSide:
+    """A JAX model as one side of a pair.
+
+    Args:
+        params: a pytree of parameters (flax linen: variables["params"]), an equinox module, or a flax nnx module.
+        loss_fn: called as loss_fn(params, batch), for modules loss_fn(module, batch), with a batch of JAX arrays; returns
+            the loss, or (loss, outputs), where outputs are an array or a tree of arrays to be compared as well. With
+            `buffers`, called as loss_fn(params, batch, buffers=buffers), it returns (loss, buffers) or
+            (loss, buffers, outputs), as under `train_step`.
+        optimizer: optax's, for `params`; gradients come to it as `jax.grad` gives them.
+        buffers: module state outside the parameters, such as flax linen's variables["batch_stats"].
+        ddp: called with a dict of parameters by name for the reduced rung; returns the
+            `unified_ddp.jax.DistributedDataParallel` (over the axis "data") that reduces them. None takes its defaults.
+    """
+
+    framework = "jax"
+
+    def __init__(
+        self,
+        params: Any,
+        loss_fn: Callable[..., Any],
+        optimizer: Any = None,
+        buffers: Any = None,
+        ddp: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self.program = program_of(params, loss_fn, buffers)
+        self.loss_fn, self.optimizer, self.ddp = loss_fn, optimizer, ddp
+        self._jitted: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_jitted": {}}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """See `Side`."""
+        return self.optimizer is not None
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """See `Side`."""
+        return self.program.tensors()
+
+    def values(self) -> Arrays:
+        """See `Side`."""
+        held = {**self.program.params.values(), **self.program.buffers.values()}
+        return {name: _to_numpy(leaf) for name, leaf in held.items()}
+
+    def evaluate(self, values: Arrays, batch: Any, dtype: str, *, gradients: bool = True) -> Evaluation:
+        """See `Side`."""
+        with precision(dtype):
+            params, buffers = self.placed(values, dtype)
+            name = "gradients" if gradients else "forward"
+            loss, outputs, new, grads = self._jit(name, self._gradients if gradients else self._forward)(
+                params, buffers, batch_in(batch, dtype)
+            )
+            return Evaluation(
+                outputs={key: _to_numpy(value) for key, value in flatten(outputs, "output").items()},
+                loss=_to_numpy(loss),
+                gradients={key: np.conj(_to_numpy(grad)) for key, grad in grads.items()},
+                buffers={key: _to_numpy(value) for key, value in new.items()},
+            )
+
+    def _jit(self, name: str, function: Callable[..., Any]) -> Any:
+        if name not in self._jitted:
+            self._jitted[name] = jax.jit(function)
+        return self._jitted[name]
+
+    def _forward(self, params: Named, buffers: Named, batch: Any) -> tuple[Any, Any, Named, Named]:
+        loss, outputs, new = self.program.call(params, buffers, batch)
+        return scalar(loss), outputs, new, {}
+
+    def _gradients(self, params: Named, buffers: Named, batch: Any) -> tuple[Any, Any, Named, Named]:
+        def loss_of(params: Named) -> tuple[Any, tuple[Any, Named]]:
+            loss, outputs, new = self.program.call(params, buffers, batch)
+            return scalar(loss), (outputs, new)
+
+        (loss, (outputs, new)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        return loss, outputs, new, grads
+
+    def placed(self, values: Arrays, dtype: str) -> tuple[Named, Named]:
+        """Returns parameters and buffers as JAX arrays of the dtype; what `values` lacks is as the user gave it."""
+        return tuple(  # type: ignore[return-value]
+            {name: jnp.asarray(cast(_to_numpy(values.get(name, leaf)), dtype)) for name, leaf in tree.values().items()}
+            for tree in (self.program.params, self.program.buffers)
+        )
+
+    def randomness(self, values: Arrays, batch: Any) -> str:
+        """See `Side`."""
+        return self.program.randomness()
+
+    def reduce(
+        self, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
+    ) -> Reduction:
+        """See `Side`."""
+        from unified_ddp.jax.equivalence.reduction import reduce_on_devices
+
+        return reduce_on_devices(self, values, shards, dtype, buckets)
+
+    def wrap(self, params: Named, buckets: Sequence[Sequence[str]] | None) -> Any:
+        """Returns the layer that reduces the gradients of these parameters, in these buckets if they are given."""
+        from unified_ddp.jax.equivalence.reduction import default_layer
+
+        return default_layer(params, buckets) if self.ddp is None else self.ddp(params)
+
+    def modules(self) -> set[str]:
+        """Returns the names of the Python modules that define what this side holds."""
+        held = {getattr(part, "__module__", None) for part in (self.loss_fn, self.ddp)} | self.program.modules()
+        return {name for name in held if name}
+
+    def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
+        """See `Side`."""
+        with precision(dtype):
+            params, _ = self.placed(values, dtype)
+            state = self._optimizer().init(self.program.params.build(params, others=False))
+            step = self._jit("update", self._updated)
+            states = []
+            for grads in gradients:
+                native = {name: jnp.asarray(np.conj(cast(grads[name], dtype))) for name in params}
+                params, state = step(params, state, native)
+                states.append({name: _to_numpy(param) for name, param in params.items()})
+            return tuple(states)
+
+    def train(self, values: Arrays, batches: Sequence[Any], dtype: str) -> Trajectory:
+        """See `Side`."""
+        with precision(dtype):
+            params, buffers = self.placed(values, dtype)
+            state = self._optimizer().init(self.program.params.build(params, others=False))
+            step = self._jit("train", self._trained)
+            losses, parameters, kept = [], [], []
+            for batch in batches:
+                loss, params, state, buffers = step(params, state, buffers, batch_in(batch, dtype))
+                losses.append(float(loss))
+                parameters.append({name: _to_numpy(param) for name, param in params.items()})
+                kept.append({name: _to_numpy(buffer) for name, buffer in buffers.items()})
+            return Trajectory(tuple(losses), tuple(parameters), tuple(kept))
+
+    def _trained(self, params: Named, state: Any, buffers: Named, batch: Any) -> tuple[Any, Named, Any, Named]:
+        loss, _, new, grads = self._gradients(params, buffers, batch)
+        params, state = self._updated(params, state, grads)
+        return loss, params, state, new
+
+    def _updated(self, params: Named, state: Any, grads: Named) -> tuple[Named, Any]:
+        import optax
+
+        tree = self.program.params
+        ours = tree.build(params, others=False)
+        updates, state = self._optimizer().update(tree.build(grads, others=False), state, ours)
+        return tree.named(optax.apply_updates(ours, updates)), state
+
+    def _optimizer(self) -> Any:
+        if self.optimizer is None:
+            raise EquivalenceError("the JAX side has no optimizer; give JaxSide(..., optimizer=...)")
+        return self.optimizer
+
+    def info(self) -> SideInfo:
+        """See `Side`."""
+        params = self.program.params.values()
+        packages = ("flax", "equinox", "optax")
+        versions = {n: str(getattr(sys.modules[n], "__version__", "?")) for n in packages if n in sys.modules}
+        flags = {
+            "default matmul precision": str(jax.config.jax_default_matmul_precision or "default"),
+            "x64": str(jax.config.jax_enable_x64),
+            "XLA_FLAGS": _xla_flags(),
+        }
+        return SideInfo(
+            framework="jax",
+            versions={"jax": jax.__version__, **versions, "unified_ddp": unified_ddp.__version__},
+            flags=flags,
+            devices=(str(jax.devices()[0]),),
+            parameters=sum(int(np.prod(p.shape)) for p in params.values()),
+            tensors=len(params),
+        )
+
+
+def scalar(loss: Any) -> Any:
+    """Returns the loss; raises EquivalenceError unless it is a real scalar."""
+    shape = getattr(loss, "shape", None)
+    if shape is None or np.prod(shape) != 1:
+        raise EquivalenceError(
+            f"the JAX loss function returned {type(loss).__name__} of shape {shape} as its loss; it returns a scalar, or "
+            "(loss, outputs)"
+        )
+    return loss.reshape(())
+
+
+def precision(dtype: str) -> Any:
+    """Returns the context of a run: 64-bit types are on for float64, and as the user has them otherwise."""
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+def cast(array: Any, dtype: str) -> np.ndarray:
+    """Returns floating-point and complex arrays in a real dtype or its complex one; others as they are."""
+    array = np.asarray(array)
+    if np.iscomplexobj(array):
+        return array.astype(np.complex128 if dtype == "float64" else np.complex64)
+    return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def batch_in(batch: Any, dtype: str) -> Any:
+    """Returns a batch of numpy arrays as JAX arrays, floating-point ones in the dtype."""
+    return map_arrays(lambda array: jnp.asarray(cast(array, dtype)), batch)
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf.get_value() if hasattr(leaf, "get_value") else leaf)
+
+
+def _xla_flags() -> str:
+    import os
+
+    return os.environ.get("XLA_FLAGS", "")

@@ -1,0 +1,109 @@
+"""One backward on several ranks through the real layer: processes over gloo, or over NCCL where each has a GPU."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from unified_ddp.equivalence.side import Arrays, Reduction
+from unified_ddp.equivalence.spawn import run_ranks
+from unified_ddp.torch.ddp import DistributedDataParallel
+from unified_ddp.torch.equivalence.tensors import load, to_numpy
+
+if TYPE_CHECKING:
+    from unified_ddp.torch.equivalence.side import TorchSide
+
+
+@dataclass(frozen=True)
+class _Job:
+    side: "TorchSide"
+    values: Arrays
+    shards: Sequence[Any]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class _Rank:
+    reduced: Arrays
+    local: Arrays
+    buckets: tuple[tuple[str, ...], ...]
+
+
+def reduce_on_ranks(
+    side: "TorchSide", values: Arrays, shards: Sequence[Any], dtype: str, buckets: Any = None
+) -> Reduction:
+    """See `Side.reduce`. The plan is the layer's own, in the order in which gradients become ready.
+
+    Args:
+        side: the model and its loss.
+        values: its weights.
+        shards: one a rank.
+        dtype: of the run.
+        buckets: not used, as torch's layer finds its own.
+    """
+    on_gpus = any(p.is_cuda for p in side.model.parameters()) and torch.cuda.device_count() >= len(shards)
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+    threads = max(1, (os.cpu_count() or 1) // len(shards))
+    ranks: list[_Rank] = run_ranks(
+        "unified_ddp.torch.equivalence.reduction:run_rank",
+        _Job(side, values, shards, dtype, "cuda" if on_gpus else "cpu"),
+        len(shards),
+        environment={"OMP_NUM_THREADS": str(threads), **loopback},
+        modules=side.modules(),
+    )
+    return Reduction(tuple(r.reduced for r in ranks), tuple(r.local for r in ranks), ranks[0].buckets)
+
+
+def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
+    """Runs in one rank's process: a plain backward, then one through the layer, from equal weights."""
+    side, shard = job.side, job.shards[rank]
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+    side.move(torch.device(job.device))
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo",
+        init_method=f"file://{directory / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    plain = side.evaluate(job.values, shard, job.dtype)
+    module = side.module(job.values, job.dtype, fresh=True)
+    wrapped = side.wrap(module, unused=_any_rank(bool(plain.unused), job.device))
+    names = {name for name, param in module.named_parameters() if param.requires_grad}
+    for _ in range(2):  # buckets are rebuilt once, after the first backward, in the order in which gradients came
+        load(module, job.values)
+        module.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss, _ = side.call(wrapped, side.batch(shard, job.dtype))
+        loss.backward()
+    reduced = {
+        name: to_numpy(param.grad if param.grad is not None else torch.zeros_like(param))
+        for name, param in module.named_parameters()
+        if name in names
+    }
+    buckets = _buckets(wrapped)
+    dist.barrier()
+    dist.destroy_process_group()
+    return _Rank(reduced, plain.gradients, buckets)
+
+
+def _any_rank(flag: bool, device: str) -> bool:
+    tensor = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return bool(tensor.item())
+
+
+def _buckets(wrapped: Any) -> tuple[tuple[str, ...], ...]:
+    """Names by bucket; () for a layer that is not ours and does not say."""
+    if not isinstance(wrapped, DistributedDataParallel):
+        return ()
+    plan = wrapped.plan
+    return tuple(tuple(plan.params[i].name for i in bucket.params) for bucket in plan.buckets)
