@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from unified_ddp.equivalence.results import BucketTime
 from unified_ddp.equivalence.side import Arrays, Reduction
 from unified_ddp.equivalence.spawn import run_ranks
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.equivalence.tensors import load, to_numpy
+from unified_ddp.torch.equivalence.timeline import record_timeline
 
 if TYPE_CHECKING:
     from unified_ddp.torch.equivalence.side import TorchSide
@@ -35,6 +37,7 @@ class _Rank:
     reduced: Arrays
     local: Arrays
     buckets: tuple[tuple[str, ...], ...]
+    timeline: tuple[BucketTime, ...]
 
 
 def reduce_on_ranks(
@@ -59,7 +62,8 @@ def reduce_on_ranks(
         environment={"OMP_NUM_THREADS": str(threads), **loopback},
         modules=side.modules(),
     )
-    return Reduction(tuple(r.reduced for r in ranks), tuple(r.local for r in ranks), ranks[0].buckets)
+    times = tuple(time for rank in ranks for time in rank.timeline)
+    return Reduction(tuple(r.reduced for r in ranks), tuple(r.local for r in ranks), ranks[0].buckets, times)
 
 
 def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
@@ -77,7 +81,8 @@ def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
     )
     plain = side.evaluate(job.values, shard, job.dtype)
     module = side.module(job.values, job.dtype, fresh=True)
-    wrapped = side.wrap(module, unused=_any_rank(bool(plain.unused), job.device))
+    unused = _any_rank(bool(plain.unused), job.device)
+    wrapped = side.wrap(module, unused=unused)
     names = {name for name, param in module.named_parameters() if param.requires_grad}
     for _ in range(2):  # buckets are rebuilt once, after the first backward, in the order in which gradients came
         load(module, job.values)
@@ -92,9 +97,10 @@ def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
         if name in names
     }
     buckets = _buckets(wrapped)
+    times = record_timeline(side, job.values, shard, job.dtype, unused=unused) if job.device == "cpu" else ()
     dist.barrier()
     dist.destroy_process_group()
-    return _Rank(reduced, plain.gradients, buckets)
+    return _Rank(reduced, plain.gradients, buckets, times)
 
 
 def _any_rank(flag: bool, device: str) -> bool:
