@@ -61,7 +61,7 @@ def _draw(report: Report, path: Path) -> None:
             if i == 0:
                 _write(axes, texts)
             else:
-                axes.set_title(charts[i - 1].title, fontsize=10, loc="left", pad=22 if i == 1 else 6)
+                axes.set_title(charts[i - 1].title, fontsize=10, loc="left", pad=52 if i == 1 else 6)
                 charts[i - 1].draw(axes)
         if len(ratios) > len(column):
             part.add_subplot(grid[-1]).axis("off")
