@@ -10,7 +10,17 @@ import numpy as np
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
 from unified_ddp.equivalence.reduced import compare_reduced
-from unified_ddp.equivalence.results import RUNGS, BucketRow, BucketTime, Curve, Finding, NotTested, Report, Rung, Verdict
+from unified_ddp.equivalence.results import (
+    RUNGS,
+    BucketRow,
+    BucketTime,
+    Curve,
+    Finding,
+    NotTested,
+    Report,
+    Rung,
+    Verdict,
+)
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
 
 from unified_ddp.equivalence.training import Training
@@ -158,9 +168,7 @@ class Ladder:
         if not names:
             return []
         batches = [self.pair.batches[i % len(self.pair.batches)] for i in range(self.settings.steps)]
-        training = Training(
-            self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named
-        )
+        training = Training(self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named)
         rungs = []
         for name in names:
             self.settings.progress(name, 0, 1)
@@ -266,5 +274,3 @@ def _told(share: float) -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-

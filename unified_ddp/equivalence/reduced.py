@@ -17,7 +17,7 @@ from unified_ddp.equivalence.results import BucketRow, BucketTime, Finding, Verd
 from unified_ddp.equivalence.side import Arrays, Reduction
 from unified_ddp.equivalence.tolerance import Allowance, measure
 
-__all__ = ["Reduced", "compare_reduced"]
+__all__ = ["Reduced", "compare_reduced", "own_oracle"]
 
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -59,7 +59,7 @@ def compare_reduced(
         noise.append(observer.noise(own, shares[0], dtype, at, seed)[0])
     findings = []
     for observer, reduction, learnt in zip(observers, (first, second), noise, strict=True):
-        findings += _own_oracle(observer, reduction, learnt, dtype)
+        findings += own_oracle(observer, reduction, learnt, dtype)
     findings += _sides(observers, first, second, noise, dtype)
     return Reduced(findings, _rows(first, mapping, observers[0], dtype), (*first.timeline, *second.timeline))
 
@@ -77,11 +77,9 @@ def _carried_buckets(first: Reduction, mapping: Mapping) -> list[list[str]] | No
     return [names for names in buckets if names]
 
 
-def _own_oracle(
-    observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str
-) -> list[Finding]:
+def own_oracle(observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str) -> list[Finding]:
     """Reduced gradients of each rank beside the exact mean of the ranks' plain gradients, and rank 0's bits."""
-    ranks = len(reduction.reduced)
+    ranks = len(reduction.local)
     buckets = {name: i for i, names in enumerate(reduction.buckets) for name in names}
     findings = []
     shared = [observer.pulled(grads) for grads in reduction.reduced]
@@ -125,7 +123,9 @@ def _cause(mean: np.ndarray, reduced: np.ndarray, terms: Sequence[np.ndarray]) -
         if np.linalg.norm((_wide(reduced) - term).ravel()) <= 1e-4 * np.linalg.norm(term.ravel()):
             return f"the reduction left rank {rank}'s own gradient"
     found = hint(mean, _wide(reduced))
-    return f"of its oracle (first) and the reduction (second): {found}" if found else "the reduction is off its own oracle"
+    return (
+        f"of its oracle (first) and the reduction (second): {found}" if found else "the reduction is off its own oracle"
+    )
 
 
 def _bucket_of(name: str, observer: Observer, buckets: dict[str, int]) -> int | None:

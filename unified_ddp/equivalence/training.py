@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Training"]
 
-_UPDATE_RELATIVE = {"float64": 1e-9}
-"""Of an update. In float32 and below, an optimizer's own constants, such as Adam's 1 - 0.999, keep three digits."""
+_UPDATE_RELATIVE = {"float64": 1e-6}
+"""Of an update: optax keeps schedules in float32 beside float64 weights. In float32 and below, an optimizer's own
+constants, such as Adam's 1 - 0.999, keep three digits."""
 
 _UPDATE_RELATIVE_ELSE = 1e-3
 _WEIGHT_ULPS = 64
@@ -83,7 +84,9 @@ class Training:
             ]
             runs[dtype] = self._moves(states[0], states[1])
         return [
-            self._finding("update", name, step, {d: self._of_update(d, *runs[d][step][name]) for d in runs}, runs, note=True)
+            self._finding(
+                "update", name, step, {d: self._of_update(d, *runs[d][step][name]) for d in runs}, runs, note=True
+            )
             for step in range(len(given))
             for name in runs["float64"][step]
         ]
@@ -147,7 +150,9 @@ class Training:
 
     def _trained(self, dtype: str) -> Any:
         paths = [self._train(o, v, dtype) for o, v in zip(self.observers, self.values, strict=True)]
-        moves = self._moves([_state(p, i) for i, p in _steps_of(paths[0])], [_state(p, i) for i, p in _steps_of(paths[1])])
+        moves = self._moves(
+            [_state(p, i) for i, p in _steps_of(paths[0])], [_state(p, i) for i, p in _steps_of(paths[1])]
+        )
         learnt = [self._noise(o, v, dtype, p) for o, v, p in zip(self.observers, self.values, paths, strict=True)]
         return [
             {name: (*parts, learnt[0][step][name], learnt[1][step][name]) for name, parts in tensors.items()}
@@ -215,9 +220,7 @@ class Training:
             same_programs: float64 has found the steps equal, so that what leaves the band is precision.
         """
         dtype = self.dtype
-        first, second = (
-            self._train(o, v, dtype).losses for o, v in zip(self.observers, self.values, strict=True)
-        )
+        first, second = (self._train(o, v, dtype).losses for o, v in zip(self.observers, self.values, strict=True))
         runs = []
         for run in range(_BAND_RUNS):
             cast = {name: noise.in_dtype(array, dtype) for name, array in self.values[0].items()}

@@ -53,6 +53,21 @@ class Tree:
         """Returns the named leaves of a tree that `build` made with `others` False."""
         return dict(zip(self.names, jax.tree.leaves(tree), strict=True))
 
+    def same_leaves(self, tree: Any) -> Named:
+        """Returns leaves by name of any tree whose paths are those of this one's named leaves.
+
+        Raises:
+            EquivalenceError: the paths differ.
+        """
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        found = {leaf_name(path): leaf for path, leaf in paths if _is_inexact(leaf)}
+        if set(found) != set(self.names):
+            raise EquivalenceError(
+                f"the step returned gradients {sorted(found)[:5]}, and the parameters are {sorted(self.names)[:5]}; return "
+                "gradients of the structure of the parameters"
+            )
+        return {name: found[name] for name in self.names}
+
     def name_leaves(self, tree: Any) -> Named:
         """Returns the named leaves of another tree of this structure.
 
@@ -94,7 +109,9 @@ class Program:
             return loss, outputs, {}
         result = self._loss_fn(tree, batch, buffers=self.buffers.build(buffers))
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            raise EquivalenceError("with buffers=, the loss function returns (loss, buffers) or (loss, buffers, outputs)")
+            raise EquivalenceError(
+                "with buffers=, the loss function returns (loss, buffers) or (loss, buffers, outputs)"
+            )
         loss, new, *outputs = result
         return loss, outputs[0] if outputs else {}, self.buffers.name_leaves(new)
 
@@ -176,7 +193,9 @@ def program_of(model: Any, loss_fn: Callable[..., Any], buffers: Any = None) -> 
 def _split(result: Any) -> tuple[Any, Any]:
     if isinstance(result, tuple):
         if len(result) != 2:
-            raise EquivalenceError(f"the JAX loss function returned {len(result)} values; it returns loss or (loss, outputs)")
+            raise EquivalenceError(
+                f"the JAX loss function returned {len(result)} values; it returns loss or (loss, outputs)"
+            )
         return result
     return result, {}
 

@@ -116,6 +116,15 @@ class JaxSide:
 
         return reduce_on_devices(self, values, shards, dtype, buckets)
 
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """See `Side`."""
+        from unified_ddp.jax.equivalence.reduction import reduce_by_step
+
+        assert step is not None  # check_gradients has seen to it
+        return reduce_by_step(self, step, values, batch, shards, dtype)
+
     def wrap(self, params: Named, buckets: Sequence[Sequence[str]] | None) -> Any:
         """Returns the layer that reduces the gradients of these parameters, in these buckets if they are given."""
         from unified_ddp.jax.equivalence.reduction import default_layer

@@ -51,10 +51,7 @@ def match(modules: Sequence[Module], leaves: dict[str, TensorInfo]) -> list[Choi
     units = [unit for module in modules for unit in _best_variant(module, below)]
     paths = list(below)
     fitting = {
-        (i, path): forms
-        for i, unit in enumerate(units)
-        for path in paths
-        if (forms := forms_of(unit, below[path]))
+        (i, path): forms for i, unit in enumerate(units) for path in paths if (forms := forms_of(unit, below[path]))
     }
     scores = _scores(units, paths, below, fitting)
     order = _ranks(units, paths, fitting)
@@ -112,9 +109,7 @@ def _scores(
     fitting: dict[tuple[int, str], list[Form]],
 ) -> dict[tuple[int, str], float]:
     ours = names_of([unit.path for unit in units], [unit.type for unit in units])
-    theirs: dict[str, Name] = dict(
-        zip(paths, names_of(paths, [_kind_of(below[path]) for path in paths]), strict=True)
-    )
+    theirs: dict[str, Name] = dict(zip(paths, names_of(paths, [_kind_of(below[path]) for path in paths]), strict=True))
     return {(i, path): similarity(ours[i], theirs[path]) for i, path in fitting}
 
 

@@ -49,7 +49,9 @@ def _rnn(module: Module, leaves: Leaves) -> Iterator[Form]:
 def _packed(module: Module, bias: str, kernels: tuple[str, str] | None = None) -> Form:
     rule = Rule((_SWAP,)) if kernels else Rule()
     names = kernels or ("weight_ih", "weight_hh")
-    form: Form = {name: (module.source(key, rule),) for name, key in zip(names, ("weight_ih", "weight_hh"), strict=True)}
+    form: Form = {
+        name: (module.source(key, rule),) for name, key in zip(names, ("weight_ih", "weight_hh"), strict=True)
+    }
     if bias and "bias_ih" in module.tensors:
         form[bias] = (module.source("bias_ih", Rule()), module.source("bias_hh", Rule()))
     return form
