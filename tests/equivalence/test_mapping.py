@@ -126,7 +126,7 @@ def test_a_bias_too_many_is_named_with_both_remedies() -> None:
 def test_names_in_overrides_must_exist() -> None:
     with pytest.raises(MappingError, match=r"rules has 'fc1.kernels'.*'fc1.kernel'"):
         mlp.pair(rules={"fc1.kernels": "fc1.weight | permute 1 0"}).check()
-    with pytest.raises(MappingError, match="ignore has 'head.bias', which no tensor is called"):
+    with pytest.raises(MappingError, match=r"ignore has 'head.bias', which no tensor is called"):
         mlp.pair(ignore=["head.bias"]).check()
 
 

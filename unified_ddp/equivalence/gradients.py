@@ -29,13 +29,14 @@ def check_gradients(
 ) -> Report:
     """Compares the gradients of a distributed step with the mean over shards of plain gradients on one device.
 
-    torch: `side` is `TorchSide(model, loss, ddp=wrap)`, where `wrap(module)` is called on every rank and returns torch's
-    DistributedDataParallel, FSDP2's `fully_shard(module)` or any other wrapper that keeps parameters in `module`. `step`, if
-    given, is called as step(wrapped, batch) and runs forward and backward in the wrapper's own way.
+    torch: `side` is `TorchSide(model, loss, ddp=wrap)`, where `wrap(module)` is called on every rank and returns
+    torch's DistributedDataParallel, FSDP2's `fully_shard(module)` or any other wrapper that keeps parameters in
+    `module`. `step`, if given, is called as step(wrapped, batch) and runs forward and backward in the wrapper's own
+    way.
 
     JAX: `side` is `JaxSide(params, loss_fn)`, plain and on one device, and `step(params, batch)` is the user's own jit,
-    shard_map or pmap: it takes the parameters as `side` got them and the whole batch, shards both as it likes on whatever
-    devices there are, and returns gradients of the structure of the parameters.
+    shard_map or pmap: it takes the parameters as `side` got them and the whole batch, shards both as it likes on
+    whatever devices there are, and returns gradients of the structure of the parameters.
 
     Args:
         side: the plain model and loss.

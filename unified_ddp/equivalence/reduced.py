@@ -1,7 +1,7 @@
 """The reduced rung: gradients after the real reduction, each side beside its own oracle, and both beside each other.
 
-The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off its own
-oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
+The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off
+its own oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
 """
 
 from collections.abc import Sequence
@@ -86,8 +86,8 @@ def own_oracle(observer: Observer, reduction: Reduction, noise: dict[Key, np.nda
     plain = [observer.pulled(grads) for grads in reduction.local]
     for name in shared[0]:
         terms = [_wide(grads[name]) for grads in plain]
-        mean = sum(terms) / ranks
-        spread = (ranks + 2) * _EPSILON[dtype] * sum(np.abs(term) for term in terms) / ranks
+        mean = np.sum(terms, axis=0) / ranks
+        spread = (ranks + 2) * _EPSILON[dtype] * np.sum(np.abs(terms), axis=0) / ranks
         own = noise.get(("gradient", name), 0.0)
         bucket = _bucket_of(name, observer, buckets)
         for rank, grads in enumerate(shared):
@@ -147,8 +147,8 @@ def _sides(
     largest = _largest([ours, theirs])
     findings = []
     for name in ours:
-        allowed = [learnt.get(("gradient", name), 0.0) for learnt in noise]
-        gap = measure(ours[name], theirs[name], Allowance(dtype, *allowed, of_all=largest))
+        here, there = (learnt.get(("gradient", name), 0.0) for learnt in noise)
+        gap = measure(ours[name], theirs[name], Allowance(dtype, here, there, of_all=largest))
         bare = Finding(
             "reduced",
             name,

@@ -14,6 +14,7 @@ from unified_ddp.equivalence.side import Arrays, TensorInfo
 
 __all__ = ["Mapping", "Source"]
 
+_IDENTITY = Rule()
 MAPPING_FORMAT = "unified_ddp.mapping.1"
 
 
@@ -22,7 +23,7 @@ class Source:
     """A tensor of the first side, and the map from it into a tensor of the second."""
 
     name: str
-    rule: Rule = Rule()
+    rule: Rule = _IDENTITY
     buffer: bool = field(default=False, compare=False)
 
     def text(self) -> str:
@@ -110,7 +111,7 @@ class Mapping:
             if not np.allclose(made, want, rtol=1e-5, atol=1e-6 * float(scale)):
                 sources = ", ".join(f"'{s.name}'" for s in self.sources[name])
                 raise MappingError(
-                    f"no values of {sources} make '{name}' as it is: its rule shares them with other tensors, which hold "
+                    f"no values of {sources} make '{name}' as it is: its rule shares them with others, which hold "
                     "different numbers. Tied tensors must be equal before they can be carried back"
                 )
 

@@ -1,7 +1,7 @@
 """Decides by running what names leave open: a square weight's layout, which of several like modules is which.
 
-The mapping under which outputs agree in float64 is the right one: no wrong one gets there by chance. Choices are changed
-one at a time, from the least error on; if none makes the outputs agree, the likeliest by name and order stays.
+The mapping under which outputs agree in float64 is the right one: no wrong one gets there by chance. Choices are
+changed one at a time, from the least error on; if none makes the outputs agree, the likeliest by name and order stays.
 """
 
 import heapq
@@ -41,7 +41,7 @@ class _Search:
         return replace(self.found.mapping, sources=kept)
 
     def best_first(self) -> list[Choice] | None:
-        """Returns the choices under which outputs agree, tried from the least error on; None if there are none in reach."""
+        """Returns the choices under which outputs agree, tried from the least error on; None if none is in reach."""
         start = list(self.found.choices)
         ahead = [(self.of(start), 0, start)]
         seen = {_key(start)}
@@ -118,6 +118,6 @@ def _unsettled(found: Found) -> str:
     names = [name for choice in found.choices if choice.rivals or len(choice.forms) > 1 for name in choice.links()]
     return (
         f"names leave open which tensors make {', '.join(found.prefixes[n] for n in names[:4])}"
-        f"{' and others' if len(names) > 4 else ''}, and under no choice do the outputs agree; they were taken in order. "
-        "Add rules for them to be sure"
+        f"{' and others' if len(names) > 4 else ''}, and under no choice do the outputs agree; they were taken in "
+        "order. Add rules for them to be sure"
     )

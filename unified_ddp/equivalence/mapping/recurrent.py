@@ -1,7 +1,7 @@
 """Forms of recurrent modules: packed gates, gates one by one, and two biases where flax and equinox have one.
 
-torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n keeps
-them apart, as b_hn is multiplied by r.
+torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n
+keeps them apart, as b_hn is multiplied by r.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _packed(module: Module, bias: str, kernels: tuple[str, str] | None = None) -
 
 
 def _gates(module: Module, gates: str, biased_h: str, biased_i: str) -> Form:
-    """flax's cells with a Dense a gate: "ii.kernel", "hi.kernel", "hi.bias" ..."""
+    """Flax's cells with a Dense a gate: "ii.kernel", "hi.kernel", "hi.bias" ..."""
     hidden = module.shape("weight_hh")[1]
     form: Form = {}
     for index, gate in enumerate(gates):
@@ -77,7 +77,7 @@ def _gates(module: Module, gates: str, biased_h: str, biased_i: str) -> Form:
 
 
 def _fitting(form: Form, leaves: Leaves) -> Iterator[Form]:
-    """flax's nnx calls the gate "if" `if_`, as the word is Python's."""
+    """Flax's nnx calls the gate "if" `if_`, as the word is Python's."""
     renamed = {_spelled(key, leaves): sources for key, sources in form.items()}
     if all(key in leaves for key in renamed):
         yield renamed
