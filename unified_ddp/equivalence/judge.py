@@ -1,4 +1,4 @@
-"""One verdict a tensor from its measures: float64 says whether the programs differ, the dtype asked for how they round."""
+"""One verdict a tensor: float64 says whether the programs differ, the dtype asked for how they round."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def _is_zero(measure: Measure, of_all: float) -> bool:
 
 
 def hint(first: np.ndarray, second: np.ndarray) -> str:
-    """Returns what a difference looks like: a constant ratio, a transposed or flipped array, a conjugate; "" if nothing."""
+    """Returns what a difference looks like, such as a constant ratio or exchanged axes; "" if like nothing known."""
     if first.shape != second.shape:
         return ""
     if not (np.isfinite(first).all() and np.isfinite(second).all()):

@@ -10,9 +10,18 @@ import numpy as np
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
 from unified_ddp.equivalence.reduced import compare_reduced
-from unified_ddp.equivalence.results import RUNGS, BucketRow, BucketTime, Curve, Finding, NotTested, Report, Rung, Verdict
+from unified_ddp.equivalence.results import (
+    RUNGS,
+    BucketRow,
+    BucketTime,
+    Curve,
+    Finding,
+    NotTested,
+    Report,
+    Rung,
+    Verdict,
+)
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
-
 from unified_ddp.equivalence.training import Training
 
 if TYPE_CHECKING:
@@ -83,8 +92,8 @@ class Ladder:
             for which, side in (("first", self.pair.first), ("second", self.pair.second)):
                 if not side.has_optimizer:
                     raise EquivalenceError(
-                        f"until={self.settings.until!r} needs an optimizer on both sides; the {which} side ({side.framework}) "
-                        "has none: give it optimizer="
+                        f"until={self.settings.until!r} needs an optimizer on both sides; the {which} side "
+                        f"({side.framework}) has none: give it optimizer="
                     )
 
     def _require_determined(self) -> None:
@@ -92,8 +101,8 @@ class Ladder:
             what = observer.side.randomness(values, observer.batch(self.pair.batches[0]))
             if what:
                 raise EquivalenceError(
-                    f"the {observer.side.framework} side is random ({what}), and random numbers of two frameworks never "
-                    "agree: set the rates to 0, or compare in evaluation mode"
+                    f"the {observer.side.framework} side is random ({what}), and random numbers of two frameworks "
+                    "never agree: set the rates to 0, or compare in evaluation mode"
                 )
 
     def _static_rungs(self) -> list[Rung]:
@@ -158,10 +167,8 @@ class Ladder:
         if not names:
             return []
         batches = [self.pair.batches[i % len(self.pair.batches)] for i in range(self.settings.steps)]
-        training = Training(
-            self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named
-        )
-        rungs = []
+        training = Training(self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named)
+        rungs: list[Rung] = []
         for name in names:
             self.settings.progress(name, 0, 1)
             began = time.monotonic()
@@ -266,5 +273,3 @@ def _told(share: float) -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-

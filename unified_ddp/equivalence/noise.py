@@ -1,9 +1,9 @@
 """How much rounding alone moves a side: it is run again on inputs and weights that differ by less than anyone means.
 
-In the dtype asked for, inputs and weights are moved by one ULP and the batch is permuted, and all that changes is noise.
-In float64, whose job is to tell programs apart, the answer to the movement itself is taken off: of f(x + d) + f(x - d)
-- 2 f(x) the linear part cancels and what is left is rounding, of every place where the program rounds. A side that
-computes in float32 somewhere inside shows it so, without anyone looking for casts.
+In the dtype asked for, inputs and weights are moved by one ULP and the batch is permuted; what changes is noise. In
+float64, whose job is to tell programs apart, the answer to the movement itself is taken off: in
+f(x + d) + f(x - d) - 2 f(x) the linear part cancels, and what is left is rounding, wherever the program rounds. A side
+that computes in float32 somewhere inside shows it so, without anyone looking for casts.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,17 @@ import numpy as np
 from unified_ddp.equivalence.batches import map_arrays
 from unified_ddp.equivalence.side import Arrays
 
-__all__ = ["ROUNDING_MOVE", "in_dtype", "jitter", "jitter_batch", "moved", "moved_batch", "rms_by_row", "row_axes", "second_difference"]
+__all__ = [
+    "ROUNDING_MOVE",
+    "in_dtype",
+    "jitter",
+    "jitter_batch",
+    "moved",
+    "moved_batch",
+    "rms_by_row",
+    "row_axes",
+    "second_difference",
+]
 
 ROUNDING_MOVE = 2.0**-20
 """Relative movement whose square is lost in float64 beside what a careless program loses in float32."""

@@ -1,7 +1,8 @@
 """What a side computes, in coordinates that both sides share: outputs and gradients as the first side has them.
 
-Gradients of the second side are pulled back by the mapping's transpose. Weights and buffers of the first side are carried
-over instead: where two tensors make one, as an LSTM's biases, only the second side's coordinates say what the model is.
+Gradients of the second side are pulled back by the mapping's transpose. Weights and buffers of the first side are
+carried over instead: where two tensors make one, as an LSTM's biases, only the second side's coordinates say what the
+model is.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +99,9 @@ class Observer:
         }
         return self.mapping.carry(buffers, list(made))
 
-    def noise(self, values: Arrays, batch: Any, dtype: str, at: Observed, seed: int) -> tuple[dict[Key, np.ndarray], str]:
+    def noise(
+        self, values: Arrays, batch: Any, dtype: str, at: Observed, seed: int
+    ) -> tuple[dict[Key, np.ndarray], str]:
         """Returns by tensor how much rounding moves it, see `rms_by_row`, and a note.
 
         Args:
@@ -153,7 +156,10 @@ class Observer:
             found[key] = np.abs(_comparable(value, at[key]) - _wide(at[key]))
         loss = float(np.abs(_wide(at["loss", "loss"])))
         if float(found["loss", "loss"]) > _ORDER[dtype] * loss:
-            return {}, f"the {self.side.framework} side's loss depends on the order of the batch; its noise is learnt without"
+            return (
+                {},
+                f"the {self.side.framework} side's loss depends on the order of the batch; its noise is learnt without",
+            )
         return found, ""
 
 
@@ -167,7 +173,9 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 def _comparable(array: np.ndarray, like: np.ndarray) -> np.ndarray:
     if array.shape != like.shape:
-        raise EquivalenceError(f"one side gave shape {like.shape} and, on the same inputs moved by one ULP, {array.shape}")
+        raise EquivalenceError(
+            f"one side gave shape {like.shape} and, on the same inputs moved by one ULP, {array.shape}"
+        )
     return _wide(array)
 
 

@@ -1,7 +1,7 @@
 """The reduced rung: gradients after the real reduction, each side beside its own oracle, and both beside each other.
 
-The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off its own
-oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
+The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off
+its own oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from unified_ddp.equivalence.results import BucketRow, BucketTime, Finding, Verd
 from unified_ddp.equivalence.side import Arrays, Reduction
 from unified_ddp.equivalence.tolerance import Allowance, measure
 
-__all__ = ["Reduced", "compare_reduced"]
+__all__ = ["Reduced", "compare_reduced", "own_oracle"]
 
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -60,7 +60,7 @@ def compare_reduced(
         noise.append(observer.noise(own, shares[0], dtype, at, seed)[0])
     findings = []
     for observer, reduction, learnt in zip(observers, (first, second), noise, strict=True):
-        findings += _own_oracle(observer, reduction, learnt, dtype)
+        findings += own_oracle(observer, reduction, learnt, dtype)
     findings += _sides(observers, first, second, noise, dtype)
     return Reduced(findings, _rows(first, mapping, observers[0], dtype), (*first.timeline, *second.timeline))
 
@@ -78,19 +78,17 @@ def _carried_buckets(first: Reduction, mapping: Mapping) -> list[list[str]] | No
     return [names for names in buckets if names]
 
 
-def _own_oracle(
-    observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str
-) -> list[Finding]:
+def own_oracle(observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str) -> list[Finding]:
     """Reduced gradients of each rank beside the exact mean of the ranks' plain gradients, and rank 0's bits."""
-    ranks = len(reduction.reduced)
+    ranks = len(reduction.local)
     buckets = {name: i for i, names in enumerate(reduction.buckets) for name in names}
     findings = []
     shared = [observer.pulled(grads) for grads in reduction.reduced]
     plain = [observer.pulled(grads) for grads in reduction.local]
     for name in shared[0]:
         terms = [_wide(grads[name]) for grads in plain]
-        mean = sum(terms) / ranks
-        spread = (ranks + 2) * _EPSILON[dtype] * sum(np.abs(term) for term in terms) / ranks
+        mean = np.sum(terms, axis=0) / ranks
+        spread = (ranks + 2) * _EPSILON[dtype] * np.sum(np.abs(terms), axis=0) / ranks
         own = noise.get(("gradient", name), 0.0)
         bucket = _bucket_of(name, observer, buckets)
         for rank, grads in enumerate(shared):
@@ -128,7 +126,9 @@ def _cause(mean: np.ndarray, reduced: np.ndarray, terms: Sequence[np.ndarray]) -
         if np.linalg.norm((_wide(reduced) - term).ravel()) <= 1e-4 * np.linalg.norm(term.ravel()):
             return f"the reduction left rank {rank}'s own gradient"
     found = hint(mean, _wide(reduced))
-    return f"of its oracle (first) and the reduction (second): {found}" if found else "the reduction is off its own oracle"
+    return (
+        f"of its oracle (first) and the reduction (second): {found}" if found else "the reduction is off its own oracle"
+    )
 
 
 def _bucket_of(name: str, observer: Observer, buckets: dict[str, int]) -> int | None:
@@ -150,8 +150,8 @@ def _sides(
     largest = _largest([ours, theirs])
     findings = []
     for name in ours:
-        allowed = [learnt.get(("gradient", name), 0.0) for learnt in noise]
-        gap = measure(ours[name], theirs[name], Allowance(dtype, *allowed, of_all=largest))
+        here, there = (learnt.get(("gradient", name), 0.0) for learnt in noise)
+        gap = measure(ours[name], theirs[name], Allowance(dtype, here, there, of_all=largest))
         bare = Finding(
             "reduced",
             name,

@@ -123,9 +123,7 @@ def compare_batch(
     findings = []
     for key in keys_of(rung, some):
         name, others = counterparts(*key)
-        bare = Finding(
-            rung, name, others, key[0], Verdict.PASS, measures.get(key), wides.get(key), step=step
-        )
+        bare = Finding(rung, name, others, key[0], Verdict.PASS, measures.get(key), wides.get(key), step=step)
         note = hint(some.first[key], some.second[key])
         judgement = judged(bare, (of_all[0], of_all[1]), note)
         if judgement.verdict is Verdict.DIFFERS:

@@ -5,7 +5,7 @@ model as it was. All values are numpy arrays (bfloat16 by ml_dtypes), and `dtype
 weights and inputs are given in; complex ones take the complex dtype of that precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class Reduction:
     """One backward on several ranks through the side's real layer.
 
     Attributes:
-        reduced: by rank, the gradients after the reduction.
+        reduced: by rank, the gradients after the reduction; one set alone if they are those of all ranks.
         local: by rank, the gradients that plain autograd gives on that rank's shard.
         buckets: names by bucket, in order of storage.
         timeline: when buckets were ready and reduced; may be empty.
@@ -120,6 +120,11 @@ class Side(Protocol):
         self, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Reduction:
         """Runs a backward on as many ranks as there are shards, through the real layer, in these buckets if given."""
+
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """Runs a step of the user's own in place of the real layer; see `check_gradients`."""
 
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
         """Gives the optimizer these gradients, one set a step, and returns the parameters after each step."""

@@ -1,7 +1,7 @@
 """What difference is allowed: c * (noise of the first + noise of the second) + k * eps * T, row by row.
 
-T is the largest number of the row. float64 has nine more digits than it needs to tell programs apart, and is given some of
-them back: libraries of different makers differ in their last digits of exp, erf and the like.
+T is the largest number of the row. float64 has nine more digits than it needs to tell programs apart, and is given some
+of them back: libraries of different makers differ in their last digits of exp, erf and the like.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """One backward on several devices through the real layer, here if there are enough devices, or in a new process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from unified_ddp.plan import BucketPlan
 if TYPE_CHECKING:
     from unified_ddp.jax.equivalence.side import JaxSide
 
-__all__ = ["reduce_on_devices", "run_rank"]
+__all__ = ["default_layer", "reduce_by_step", "reduce_on_devices", "run_rank"]
 
 _AXIS = "data"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -44,7 +44,7 @@ def reduce_on_devices(
 
     With fewer devices than shards, a new process has as many CPU devices as it takes.
     """
-    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.jax_enable_x64))
+    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.read("jax_enable_x64")))
     if jax.device_count() >= len(shards):
         return _reduce(job)
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
@@ -81,12 +81,34 @@ def _reduce(job: _Job) -> Reduction:
             _, grads = loss_fn(params)
             return jax.tree.map(lambda grad: grad[None], grads)
 
-        mapped = jax.shard_map(
-            replica, mesh=mesh, in_specs=(P(), P(), P(_AXIS)), out_specs=P(_AXIS), check_vma=False
-        )
+        mapped = jax.shard_map(replica, mesh=mesh, in_specs=(P(), P(), P(_AXIS)), out_specs=P(_AXIS), check_vma=False)
         stacked = {name: np.asarray(grads) for name, grads in jax.jit(mapped)(params, buffers, batch).items()}
     reduced = tuple({name: np.conj(grads[rank]) for name, grads in stacked.items()} for rank in range(count))
     return Reduction(reduced, local, _buckets(ddp.plan))
+
+
+def reduce_by_step(
+    side: "JaxSide", step: Callable[..., Any], values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+) -> Reduction:
+    """Runs the user's own step on the whole batch, and plain gradients of each shard on one device."""
+    from unified_ddp.jax.equivalence.side import batch_in, precision
+
+    local = tuple(side.evaluate(values, shard, dtype).gradients for shard in shards)
+    with precision(dtype):
+        params, _ = side.placed(values, dtype)
+        tree = side.program.params
+        grads = tree.same_leaves(step(tree.build(params), batch_in(batch, dtype)))
+        whole = {name: np.conj(_gathered(grad)) for name, grad in grads.items()}
+    return Reduction((whole,), local, ())
+
+
+def _gathered(grad: Any) -> np.ndarray:
+    """The whole array, of whatever sharding; across processes by a gather that all take part in."""
+    if getattr(grad, "is_fully_addressable", True):
+        return np.asarray(grad)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(grad, tiled=True))
 
 
 def _buckets(plan: BucketPlan) -> tuple[tuple[str, ...], ...]:

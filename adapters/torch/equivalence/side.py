@@ -28,8 +28,8 @@ class TorchSide:
         model: in the mode, training or evaluation, in which it is to be compared, on the device where it is to run.
         loss: called as loss(model, batch) with a batch of tensors; returns the loss, or (loss, outputs), where outputs
             are a tensor or a tree (dict, tuple, list) of tensors to be compared as well.
-        optimizer: called with a module; returns a torch optimizer, an (optimizer, scheduler) pair, or a function without
-            arguments that clips, steps and schedules as the user's training loop does after backward.
+        optimizer: called with a module; returns a torch optimizer, an (optimizer, scheduler) pair, or a function
+            without arguments that clips, steps and schedules as the user's training loop does after backward.
         ddp: called with a module on every rank of the reduced rung; returns it wrapped. None wraps it in
             `unified_ddp.torch.DistributedDataParallel`.
     """
@@ -122,7 +122,9 @@ class TorchSide:
         if np.array_equal(runs[0].loss, runs[1].loss, equal_nan=True):
             return ""
         dropouts = [
-            name for name, module in self.model.named_modules() if "dropout" in type(module).__name__.lower() and module.p
+            name
+            for name, module in self.model.named_modules()
+            if "dropout" in type(module).__name__.lower() and module.p
         ]
         what = f"dropout in {', '.join(dropouts[:5])}" if dropouts else "the model or its loss draws random numbers"
         return f"{what}: its loss is {float(runs[0].loss):.6g} or {float(runs[1].loss):.6g} by the seed"
@@ -133,7 +135,15 @@ class TorchSide:
         """See `Side`."""
         from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
 
-        return reduce_on_ranks(self, values, shards, dtype, buckets)
+        return reduce_on_ranks(self, values, shards, dtype)
+
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """See `Side`."""
+        from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
+
+        return reduce_on_ranks(self, values, shards, dtype, step=step)
 
     def wrap(self, module: nn.Module, *, unused: bool) -> nn.Module:
         """Returns the module as the ranks train it; `unused`: some rank's backward does not reach all parameters."""

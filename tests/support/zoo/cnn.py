@@ -1,13 +1,13 @@
-"""Convolutions with biases before batch norm, a strided one, pooling, flattening and two linear layers: torch and nnx."""
+"""Convolutions with biases before batch norm, pooling, flattening and linear layers: torch and nnx."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 

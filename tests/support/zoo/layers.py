@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 

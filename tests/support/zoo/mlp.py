@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 

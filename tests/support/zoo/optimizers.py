@@ -40,7 +40,7 @@ def scheduled(model):
 
 
 def clip_as_torch(limit):
-    """torch divides by norm + 1e-6."""
+    """Torch divides by norm + 1e-6."""
 
     def update(updates, state, params=None):
         norm = optax.global_norm(updates)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 
@@ -59,9 +59,7 @@ def batches():
 def lstm() -> Pair:
     torch.manual_seed(0)
     model = TorchRecurrent(nn.LSTM)
-    return Pair(
-        TorchSide(model, losses.torch_regress), JaxSide(JaxLstm(nnx.Rngs(0)), losses.jax_regress), batches()
-    )
+    return Pair(TorchSide(model, losses.torch_regress), JaxSide(JaxLstm(nnx.Rngs(0)), losses.jax_regress), batches())
 
 
 def gru() -> Pair:

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 

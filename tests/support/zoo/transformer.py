@@ -1,13 +1,13 @@
-"""A pre-norm causal transformer with packed qkv and tied embeddings: torch and nnx; and one of either library's attention."""
+"""A pre-norm causal transformer with packed qkv and tied embeddings; and either library's own attention."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from support.zoo import losses
 from torch import nn
 
+from support.zoo import losses
 from unified_ddp.equivalence import JaxSide, Pair, TorchSide
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 24, 16, 2, 6

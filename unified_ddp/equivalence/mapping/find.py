@@ -1,4 +1,4 @@
-"""Finds a mapping: what the user said first, then what matching finds; what is left over is an error that says what to add."""
+"""Finds a mapping: what the user said, then what matching finds; what is left is an error that says what to add."""
 
 import fnmatch
 import re
@@ -77,9 +77,7 @@ def find_mapping(
     fixed = {source.name for sources in rules.values() for source in sources}
     stripped = {_stripped(t.name): t.name for t in second}
     free_first = [_renamed(t, overrides) for t in first if t.name not in fixed and not overrides.ignores(t.name)]
-    free_second = {
-        _stripped(t.name): t for t in second if t.name not in rules and not overrides.ignores(t.name)
-    }
+    free_second = {_stripped(t.name): t for t in second if t.name not in rules and not overrides.ignores(t.name)}
     choices = match(modules_of(free_first, typed=typed), free_second)
     links = {stripped[name]: sources for choice in choices for name, sources in choice.links().items()}
     _require_meant_ties(links, first, overrides)
@@ -126,14 +124,16 @@ def _nearest(name: str, known: set[str]) -> str:
     return f"it has {', '.join(repr(n) for n in near)}" if near else f"it has {sorted(known)[:5]}"
 
 
-def _require_meant_ties(links: Dict[str, tuple[Source, ...]], first: Sequence[TensorInfo], overrides: Overrides) -> None:
+def _require_meant_ties(
+    links: Dict[str, tuple[Source, ...]], first: Sequence[TensorInfo], overrides: Overrides
+) -> None:
     for tensor in first:
         holders = [name for name, sources in links.items() if any(s.name == tensor.name for s in sources)]
         if tensor.aliases and len(holders) > 1 and not set(holders[1:]) <= set(overrides.tied):
             both = " and ".join(f"'{n}'" for n in (tensor.name, *(alias.name for alias in tensor.aliases)))
             raise MappingError(
-                f"{both} are one tensor on the first side, but the second side holds {_list(holders)} apart: each gets a "
-                f"part of the gradient, and after one update they differ. Tie them there, or, if it is meant, say "
+                f"{both} are one tensor on the first side, but the second side holds {_list(holders)} apart: each gets "
+                f"a part of the gradient, and after one update they differ. Tie them there, or, if it is meant, say "
                 f"tied={holders[1:]!r}"
             )
 
@@ -171,9 +171,7 @@ def _require_all(mapping: Mapping, first: Sequence[TensorInfo], second: Sequence
 _TOLD = 12
 
 
-def _tell_second(
-    leaf: TensorInfo, ours: Sequence[TensorInfo], mapping: Mapping, first: Sequence[TensorInfo]
-) -> str:
+def _tell_second(leaf: TensorInfo, ours: Sequence[TensorInfo], mapping: Mapping, first: Sequence[TensorInfo]) -> str:
     beside = _owner_beside(leaf, mapping, first)
     if leaf.key in ("bias", "b", "beta", "offset") and beside is not None and not ours:
         return (
@@ -187,8 +185,8 @@ def _tell_second(
         return f"'{leaf.name}' {leaf.shape}: {hint}rules={{'{leaf.name}': '{alike[0].name} | permute 1 0'}}"
     if alike:
         return (
-            f"'{leaf.name}' {leaf.shape} has no counterpart by name and type; '{alike[0].name}' {alike[0].shape} has as "
-            f"many elements. Say how it lies: rules={{'{leaf.name}': '{alike[0].name} | reshape "
+            f"'{leaf.name}' {leaf.shape} has no counterpart by name and type; '{alike[0].name}' {alike[0].shape} has "
+            f"as many elements. Say how it lies: rules={{'{leaf.name}': '{alike[0].name} | reshape "
             f"{' '.join(map(str, leaf.shape))}'}} (or permute, take, place, stack ...)"
         )
     return (
@@ -201,10 +199,12 @@ def _tell_first(tensor: TensorInfo, theirs: Sequence[TensorInfo], mapping: Mappi
     fitting = [t.name for t in theirs if _elements(t) == _elements(tensor)]
     owner = f" of '{tensor.owner}' ({_type(tensor)})" if tensor.owner else ""
     if fitting:
-        return f"'{tensor.name}' {tensor.shape}{owner} makes no tensor yet; {_list(fitting)} may be made of it, see rules"
+        return (
+            f"'{tensor.name}' {tensor.shape}{owner} makes no tensor yet; {_list(fitting)} may be made of it, see rules"
+        )
     return (
-        f"'{tensor.name}' {tensor.shape}{owner} has no counterpart on the second side. Add it there, name it in rules, or "
-        f"say ignore=['{tensor.name}']"
+        f"'{tensor.name}' {tensor.shape}{owner} has no counterpart on the second side. Add it there, name it in rules, "
+        f"or say ignore=['{tensor.name}']"
     )
 
 

@@ -14,6 +14,7 @@ from unified_ddp.equivalence.side import Arrays, TensorInfo
 
 __all__ = ["Mapping", "Source"]
 
+_IDENTITY = Rule()
 MAPPING_FORMAT = "unified_ddp.mapping.1"
 
 
@@ -22,7 +23,7 @@ class Source:
     """A tensor of the first side, and the map from it into a tensor of the second."""
 
     name: str
-    rule: Rule = Rule()
+    rule: Rule = _IDENTITY
     buffer: bool = field(default=False, compare=False)
 
     def text(self) -> str:
@@ -86,8 +87,10 @@ class Mapping:
         """
         counted = {name: np.ones(values[name].shape) for name in self.sources}
         weights = self.pull_back(counted, shapes)
-        multiplicity = {n: sum(_linear(s.rule).apply(np.ones(shapes[s.name])) != 0 for s in made)
-                        for n, made in self.sources.items()}
+        multiplicity = {
+            n: sum(_linear(s.rule).apply(np.ones(shapes[s.name])) != 0 for s in made)
+            for n, made in self.sources.items()
+        }
         first: Arrays = {}
         copies: dict[str, np.ndarray] = {}
         for name, made in self.sources.items():
@@ -108,13 +111,18 @@ class Mapping:
             if not np.allclose(made, want, rtol=1e-5, atol=1e-6 * float(scale)):
                 sources = ", ".join(f"'{s.name}'" for s in self.sources[name])
                 raise MappingError(
-                    f"no values of {sources} make '{name}' as it is: its rule shares them with other tensors, which hold "
+                    f"no values of {sources} make '{name}' as it is: its rule shares them with others, which hold "
                     "different numbers. Tied tensors must be equal before they can be carried back"
                 )
 
     def to_toml(self) -> str:
         """Returns the mapping as a file for people to review."""
-        lines = [f"format = {_quoted(MAPPING_FORMAT)}", "", "# second side's tensor = first side's tensor | rule", "[rules]"]
+        lines = [
+            f"format = {_quoted(MAPPING_FORMAT)}",
+            "",
+            "# second side's tensor = first side's tensor | rule",
+            "[rules]",
+        ]
         for name, sources in self.sources.items():
             texts = [_quoted(source.text()) for source in sources]
             lines.append(f"{_quoted(name)} = {texts[0] if len(texts) == 1 else '[' + ', '.join(texts) + ']'}")
@@ -153,7 +161,9 @@ class Mapping:
         shapes, targets = {t.name: t.shape for t in first}, {t.name: t.shape for t in second}
         for name, sources in self.sources.items():
             if name not in targets:
-                raise MappingError(f"the mapping has a rule for '{name}', which the second side does not have; {_STALE}")
+                raise MappingError(
+                    f"the mapping has a rule for '{name}', which the second side does not have; {_STALE}"
+                )
             for source in sources:
                 if source.name not in shapes:
                     raise MappingError(f"'{name}' is made of '{source.name}', which the first side lacks; {_STALE}")

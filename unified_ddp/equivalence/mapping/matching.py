@@ -51,10 +51,7 @@ def match(modules: Sequence[Module], leaves: dict[str, TensorInfo]) -> list[Choi
     units = [unit for module in modules for unit in _best_variant(module, below)]
     paths = list(below)
     fitting = {
-        (i, path): forms
-        for i, unit in enumerate(units)
-        for path in paths
-        if (forms := forms_of(unit, below[path]))
+        (i, path): forms for i, unit in enumerate(units) for path in paths if (forms := forms_of(unit, below[path]))
     }
     scores = _scores(units, paths, below, fitting)
     order = _ranks(units, paths, fitting)
@@ -112,16 +109,14 @@ def _scores(
     fitting: dict[tuple[int, str], list[Form]],
 ) -> dict[tuple[int, str], float]:
     ours = names_of([unit.path for unit in units], [unit.type for unit in units])
-    theirs: dict[str, Name] = dict(
-        zip(paths, names_of(paths, [_kind_of(below[path]) for path in paths]), strict=True)
-    )
+    theirs: dict[str, Name] = dict(zip(paths, names_of(paths, [_kind_of(below[path]) for path in paths]), strict=True))
     return {(i, path): similarity(ours[i], theirs[path]) for i, path in fitting}
 
 
 def _ranks(
     units: Sequence[Module], paths: Sequence[str], fitting: dict[tuple[int, str], list[Form]]
 ) -> dict[tuple[int, str], float]:
-    """How near a unit's place among those of its type is to the path's among those that fit this type; 1 is the same."""
+    """How near a unit's rank among its type is to the path's among those that fit the type; 0 is the same."""
     by_type: dict[str, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         by_type[unit.type].append(i)

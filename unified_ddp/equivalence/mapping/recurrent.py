@@ -1,7 +1,7 @@
 """Forms of recurrent modules: packed gates, gates one by one, and two biases where flax and equinox have one.
 
-torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n keeps
-them apart, as b_hn is multiplied by r.
+torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n
+keeps them apart, as b_hn is multiplied by r.
 """
 
 from collections.abc import Iterator
@@ -49,14 +49,16 @@ def _rnn(module: Module, leaves: Leaves) -> Iterator[Form]:
 def _packed(module: Module, bias: str, kernels: tuple[str, str] | None = None) -> Form:
     rule = Rule((_SWAP,)) if kernels else Rule()
     names = kernels or ("weight_ih", "weight_hh")
-    form: Form = {name: (module.source(key, rule),) for name, key in zip(names, ("weight_ih", "weight_hh"), strict=True)}
+    form: Form = {
+        name: (module.source(key, rule),) for name, key in zip(names, ("weight_ih", "weight_hh"), strict=True)
+    }
     if bias and "bias_ih" in module.tensors:
         form[bias] = (module.source("bias_ih", Rule()), module.source("bias_hh", Rule()))
     return form
 
 
 def _gates(module: Module, gates: str, biased_h: str, biased_i: str) -> Form:
-    """flax's cells with a Dense a gate: "ii.kernel", "hi.kernel", "hi.bias" ..."""
+    """Flax's cells with a Dense a gate: "ii.kernel", "hi.kernel", "hi.bias" ..."""
     hidden = module.shape("weight_hh")[1]
     form: Form = {}
     for index, gate in enumerate(gates):
@@ -75,7 +77,7 @@ def _gates(module: Module, gates: str, biased_h: str, biased_i: str) -> Form:
 
 
 def _fitting(form: Form, leaves: Leaves) -> Iterator[Form]:
-    """flax's nnx calls the gate "if" `if_`, as the word is Python's."""
+    """Flax's nnx calls the gate "if" `if_`, as the word is Python's."""
     renamed = {_spelled(key, leaves): sources for key, sources in form.items()}
     if all(key in leaves for key in renamed):
         yield renamed
