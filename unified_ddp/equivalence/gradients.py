@@ -12,13 +12,13 @@ from unified_ddp.equivalence.observe import Observer
 from unified_ddp.equivalence.reduced import own_oracle
 from unified_ddp.equivalence.results import Report, Rung
 from unified_ddp.equivalence.scramble import scrambled
-from unified_ddp.equivalence.side import Side
+from unified_ddp.equivalence.side import SteppedSide
 
 __all__ = ["check_gradients"]
 
 
 def check_gradients(
-    side: Side,
+    side: SteppedSide,
     batch: Any,
     *,
     ranks: int = 2,

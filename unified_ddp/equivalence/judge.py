@@ -88,7 +88,7 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
 
 
 def constant_ratio(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Returns how many times the first array the second is; None if it is no multiple. A single number always is one."""
+    """Returns how many times the first array the second is; None if it is no multiple. A single number is one."""
     if first.shape != second.shape or not first.size or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return None
     a, b = first.ravel(), second.ravel()

@@ -13,7 +13,7 @@ import numpy as np
 
 from unified_ddp.equivalence.results import BucketTime, SideInfo
 
-__all__ = ["Arrays", "Evaluation", "Reduction", "Side", "TensorInfo", "Trajectory"]
+__all__ = ["Arrays", "Evaluation", "Reduction", "Side", "SteppedSide", "TensorInfo", "Trajectory"]
 
 Arrays = dict[str, np.ndarray]
 
@@ -121,11 +121,6 @@ class Side(Protocol):
     ) -> Reduction:
         """Runs a backward on as many ranks as there are shards, through the real layer, in these buckets if given."""
 
-    def reduce_by(
-        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
-    ) -> Reduction:
-        """Runs a step of the user's own in place of the real layer; see `check_gradients`."""
-
     def update(self, values: Arrays, gradients: Sequence[Arrays], dtype: str) -> tuple[Arrays, ...]:
         """Gives the optimizer these gradients, one set a step, and returns the parameters after each step."""
 
@@ -138,3 +133,12 @@ class Side(Protocol):
 
     def info(self) -> SideInfo:
         """Returns versions and settings."""
+
+
+class SteppedSide(Side, Protocol):
+    """A side that can also run a step of the user's own in place of its layer."""
+
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """Runs a step of the user's own in place of the real layer; see `check_gradients`."""

@@ -90,7 +90,13 @@ def draw_heat(axes: "Axes", cells: Cells) -> None:
     with np.errstate(divide="ignore"):
         shown = np.clip(np.log10(cells.excess), -_DECADES, _DECADES)
     colours = colormaps["RdBu_r"].with_extremes(bad="#d0d7de")  # bad: what was not compared
-    mesh = axes.pcolormesh(np.ma.masked_invalid(shown), cmap=colours, norm=Normalize(-_DECADES, _DECADES), edgecolors="white", linewidth=0.6)
+    mesh = axes.pcolormesh(
+        np.ma.masked_invalid(shown),
+        cmap=colours,
+        norm=Normalize(-_DECADES, _DECADES),
+        edgecolors="white",
+        linewidth=0.6,
+    )
     axes.invert_yaxis()
     axes.set_yticks(np.arange(len(cells.names)) + 0.5, [shortened(n, _NAME) for n in cells.names], fontsize=7)
     axes.set_xticks(np.arange(len(cells.columns)) + 0.5, _step_labels(cells.columns), fontsize=7)
@@ -229,7 +235,7 @@ def draw_curve(axes: "Axes", curve: Curve, names: tuple[str, str]) -> None:
         curve.second,
         "--",
         color=SECOND,
-        label=names[1] if names[0] != names[1] else f"{names[1]} (second)",
+        label=names[1],
         linewidth=1.4,
     )
     axes.set(xlabel="step", ylabel="loss")

@@ -10,6 +10,7 @@ from unified_ddp.equivalence.report.figures import WIDTH, Chart, charts_of
 from unified_ddp.equivalence.report.labels import (
     COLOURS,
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -68,7 +69,7 @@ def report_to_html(report: Report) -> str:
         "<h2>Versions and settings</h2>",
         *(
             f"<p>{escape(versions)}<br><span class=dim>{escape(flags)}</span></p>"
-            for versions, flags in map(side_text, report.sides)
+            for versions, flags in map(side_text, distinct_sides(report))
         ),
     ]
     title = escape(f"{LABELS[verdict]}: {sentence}")

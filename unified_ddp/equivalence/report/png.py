@@ -8,6 +8,7 @@ from unified_ddp.equivalence.report.figures import WIDTH, charts_of
 from unified_ddp.equivalence.report.labels import (
     COLOURS,
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -102,7 +103,7 @@ def _texts(report: Report) -> list[Line]:
         names = ", ".join(item.name for item in report.not_tested)
         lines += [[], [(0, f"Not tested ({len(report.not_tested)}): {shortened(names, 80)}", "#57606a")]]
     lines.append([])
-    lines += [[(0, shortened(text, 100), "#57606a")] for side in report.sides for text in side_text(side)]
+    lines += [[(0, shortened(text, 100), "#57606a")] for side in distinct_sides(report) for text in side_text(side)]
     return lines
 
 
