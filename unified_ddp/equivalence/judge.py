@@ -63,7 +63,10 @@ def _is_zero(measure: Measure, of_all: float) -> bool:
 def hint(first: np.ndarray, second: np.ndarray) -> str:
     """Returns what a difference looks like, such as a constant ratio or exchanged axes; "" if like nothing known."""
     if first.shape != second.shape or first.size < 2 or not (np.isfinite(first).all() and np.isfinite(second).all()):
-        return "one side is not finite" if first.shape == second.shape and first.size else ""
+        if first.shape != second.shape or first.size < 2:
+            return ""
+        both = np.isnan(first).any() and np.isnan(second).any()
+        return "not a number on both sides" if both else "one side is not finite"
     a, b = first.ravel(), second.ravel()
     norm = float(np.vdot(a, a).real)
     if norm == 0:
