@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FRAMEWORKS = {"torch": {"torch", "torchvision"}, "jax": {"jax", "jaxlib", "flax", "optax"}}
 CORE = [
     path
-    for folder in ("", "hooks")
+    for folder in ("", "hooks", "equivalence", "equivalence/mapping")
     for path in sorted((ROOT / "unified_ddp" / folder).glob("*.py"))
     if not path.name.startswith("cli")
 ]

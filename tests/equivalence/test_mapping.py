@@ -201,3 +201,11 @@ def test_a_tensor_that_nothing_uses_is_listed() -> None:
     report = pair.check()
     assert {item.name for item in report.not_tested} == {"spare.weight", "spare.bias"}
     assert all(f.verdict != "pass" for f in report.findings if f.name.startswith("spare") and f.kind == "gradient")
+
+
+def test_frozen_parameters_are_noted() -> None:
+    pair = mlp.pair()
+    pair.first.model.fc1.weight.requires_grad_(False)
+    report = pair.check(power=False).assert_ok()
+    assert "fc1.weight" not in {f.name for f in report.findings if f.kind == "gradient"}
+    assert any("frozen on the first side" in note and "fc1.weight" in note for note in report.notes)

@@ -65,7 +65,8 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
     if first.shape != second.shape:
         return ""
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        return "one side is not finite"
+        both = np.isnan(first).any() and np.isnan(second).any()
+        return "not a number on both sides" if both else "one side is not finite"
     if first.size < 2:
         return ""
     a, b = first.ravel(), second.ravel()

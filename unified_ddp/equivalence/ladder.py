@@ -219,6 +219,9 @@ class Ladder:
                     f"the {side.framework} side rounds to less than float64 inside: differences of programs below a "
                     f"relative {_told(share)} are not seen"
                 )
+        blind = {f.name: f for r in rungs for f in r.findings if f.verdict is Verdict.NOT_TESTED}
+        known = {item.name for item in self.not_tested}
+        self.not_tested += [NotTested(f.name, f.counterparts, f.note) for f in blind.values() if f.name not in known]
         left_out = [NotTested(name, (), reason) for name, reason in mapping.ignored.items()]
         texts = {name: " + ".join(s.text() for s in sources) for name, sources in mapping.sources.items()}
         return Report(

@@ -149,7 +149,7 @@ def _sides(
     buckets = {name: i for i, names in enumerate(first.buckets) for name in names}
     largest = _largest([ours, theirs])
     findings = []
-    for name in ours:
+    for name in (name for name in ours if name in theirs):
         here, there = (learnt.get(("gradient", name), 0.0) for learnt in noise)
         gap = measure(ours[name], theirs[name], Allowance(dtype, here, there, of_all=largest))
         bare = Finding(

@@ -140,7 +140,7 @@ class NnxProgram(Program):
         from flax import nnx
 
         self._nnx = nnx
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        graph, *(params, rest) = nnx.split(model, nnx.Param, ...)
         self._graphs = {False: graph, True: _widened(nnx, model)}
         self.params, self.buffers = Tree(params), Tree(rest)
         self._loss_fn = loss_fn
@@ -154,7 +154,7 @@ class NnxProgram(Program):
     def call(self, params: Named, buffers: Named, batch: Any) -> tuple[Any, Any, Named]:
         """See `Program`."""
         nnx = self._nnx
-        wide = bool(jax.config.read("jax_enable_x64"))
+        wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         model = nnx.merge(self._graphs[wide], self.params.build(params), self.buffers.build(buffers))
         loss, outputs = _split(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)

@@ -44,7 +44,7 @@ def reduce_on_devices(
 
     With fewer devices than shards, a new process has as many CPU devices as it takes.
     """
-    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.read("jax_enable_x64")))
+    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
     if jax.device_count() >= len(shards):
         return _reduce(job)
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]

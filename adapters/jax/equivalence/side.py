@@ -187,8 +187,8 @@ class JaxSide:
         packages = ("flax", "equinox", "optax")
         versions = {n: str(getattr(sys.modules[n], "__version__", "?")) for n in packages if n in sys.modules}
         flags = {
-            "default matmul precision": str(jax.config.read("jax_default_matmul_precision") or "default"),
-            "x64": str(jax.config.read("jax_enable_x64")),
+            "default matmul precision": str(jax.config.jax_default_matmul_precision or "default"),  # type: ignore[attr-defined]
+            "x64": str(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
             "XLA_FLAGS": _xla_flags(),
         }
         return SideInfo(
