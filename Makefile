@@ -21,7 +21,7 @@ CONFORMANCE_ARGS ?=
 # mypy wants a package in one folder: this one shows it the package as it is installed, with the stub of the native module.
 TYPED := build/typed
 
-.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest conformance test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs conformance test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
@@ -30,6 +30,7 @@ help:
 	@echo "make conformance runs PyTorch's own DDP tests on our class; CONFORMANCE_ARGS='--only join' narrows them"
 	@echo "make test-faults runs the table of programs in which DDP is known to go wrong; compare-faults torch's class too"
 	@echo "make test-oldest runs the README's example and the table of test-faults with torch $(OLDEST_TORCH), in a venv of its own"
+	@echo "make test-random-pairs compares 200 random right pairs of torch and JAX models, none of which may be called wrong"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
 	@echo "make lint      checks style and types; make format rewrites what it can"
 	@echo "make sanitize  runs the native core's tests under address and undefined-behaviour sanitizers"
@@ -62,6 +63,10 @@ conformance: $(STAMP)
 
 test-faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+# Right pairs of random layers, of which none may be called wrong; some seven minutes on two cores.
+test-random-pairs: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m support.random_pairs --count 200
 
 compare-faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.zoo import cnn, layers, losses, mlp, optimizers, transformer
 
-from unified_ddp.equivalence import Pair
+from unified_ddp.equivalence import EquivalenceError, Pair, TorchSide
 
 WIDTH, HEADS = transformer.WIDTH, transformer.HEADS
 BLOCK = "layers.0.proj.kernel"
@@ -102,9 +102,23 @@ def _half_precision_inside(params, batch):
 
 
 def test_a_random_side_is_refused() -> None:
-    from unified_ddp.equivalence import EquivalenceError, TorchSide
-
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Dropout(0.5))
     side = TorchSide(model, losses.torch_regress)
     with pytest.raises(EquivalenceError, match="the torch side is random \\(dropout in 1"):
         Pair(side, TorchSide(torch.nn.Sequential(torch.nn.Linear(5, 3)), losses.torch_regress), mlp.batches()).check()
+
+
+def _not_a_number(params, batch):
+    out = mlp.jax_call(params, batch["x"]) * jnp.nan
+    return jnp.mean((out - batch["y"]) ** 2), out
+
+
+def test_nan_on_both_sides_is_no_agreement() -> None:
+    pair = Pair(mlp.jax_side(_not_a_number), mlp.jax_side(_not_a_number), mlp.batches())
+    with pytest.raises(EquivalenceError, match="is NaN on both sides in float32, which shows nothing"):
+        pair.check()
+
+
+def test_nan_on_one_side_differs() -> None:
+    pair = Pair(mlp.jax_side(), mlp.jax_side(_not_a_number), mlp.batches())
+    assert pair.check(power=False).first_failure is not None

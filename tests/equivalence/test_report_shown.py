@@ -8,10 +8,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from equivalence.report_cases import REPORTS, TENSORS, make_report
+from equivalence.report_cases import REPORTS, SIDES, TENSORS, make_report
 from rich.console import Console
 
-from unified_ddp.equivalence import EquivalenceError, NotEquivalentError, Verdict
+from unified_ddp.equivalence import EquivalenceError, NotEquivalentError, Rung, Verdict
 from unified_ddp.equivalence.report.html import report_to_html
 from unified_ddp.equivalence.report.labels import LABELS, excess_text, number, shortened
 from unified_ddp.equivalence.report.terminal import print_report
@@ -58,6 +58,14 @@ def test_a_report_that_is_ok_returns_itself():
     assert REPORTS["pass"].assert_ok() is REPORTS["pass"]
 
 
+def test_one_side_beside_its_own_oracle_is_named_once():
+    own = tuple(f for f in REPORTS["pass"].findings if f.side == "torch")
+    report = replace(REPORTS["pass"], rungs=(Rung("reduced", own),), sides=(SIDES[0], SIDES[0]), until="reduced")
+    lines = screen(report, 100)
+    assert lines[0] == "PASS  torch: reduced gradients are the mean over ranks"
+    assert sum("torch 2.13.0+cpu" in line for line in lines) == report.explain().count("torch 2.13.0+cpu") == 1
+
+
 def test_worst_names_each_tensor_once_and_only_those_that_fail():
     worst = REPORTS["gradients"].worst()
     assert len({f.name for f in worst}) == len(worst) == 3
@@ -100,7 +108,7 @@ def test_the_html_is_one_file_with_every_chart(name, charts):
     page = Page(text)
     assert page.tags.count("svg") == page.tags.count("figure") == charts
     assert len(page.ids) == len(set(page.ids))
-    assert {ref for ref in re.findall(r'(?:href="#|url\(#)([^")]*)', text)} <= set(page.ids)
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(page.ids)
     assert not re.search(r"https?://|<script|<link|@import|src=", text)
     assert all(tensor in page.text for tensor in TENSORS)
 

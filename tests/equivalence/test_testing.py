@@ -59,7 +59,7 @@ def test_pytest_writes_a_report_of_each_comparison(tmp_path):
     assert f"DIFFERS {page}" in done.stdout
     report = Report.from_json(page.with_suffix(".json").read_text())
     assert report.first_failure.name == "loss"
-    assert "DIFFERS: numpy and numpy differ, first at loss" in done.stdout
+    assert "DIFFERS: the first numpy and the second numpy differ, first at loss" in done.stdout
 
 
 def plugin_is_installed():

@@ -63,8 +63,8 @@ def shards(batch: Any, ranks: int) -> list[Any]:
     if size is None or size % ranks or size < ranks:
         have = "arrays without a common first axis" if size is None else f"{size} rows"
         raise EquivalenceError(
-            f"the batch has {have}, which {ranks} ranks cannot share evenly; give batches whose first axis is a multiple of "
-            "the ranks, or another ranks="
+            f"the batch has {have}, which {ranks} ranks cannot share evenly; give batches whose first axis is a "
+            "multiple of the ranks, or another ranks="
         )
     share = size // ranks
     return [take_rows(batch, slice(rank * share, (rank + 1) * share)) for rank in range(ranks)]

@@ -2,6 +2,7 @@
 
 from unified_ddp.equivalence.report.labels import (
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -29,7 +30,7 @@ def explain(report: Report) -> str:
         lines += [f"  {item.name}: {item.reason}" for item in report.not_tested[:_LISTED]]
         lines += [f"  and {len(report.not_tested) - _LISTED} more"] * (len(report.not_tested) > _LISTED)
     lines += ["", *(f"note: {note}" for note in report.notes)] if report.notes else []
-    return "\n".join([*lines, "", *(line for side in report.sides for line in side_text(side))])
+    return "\n".join([*lines, "", *(line for side in distinct_sides(report) for line in side_text(side))])
 
 
 def _rung(rung: Rung) -> str:

@@ -1,4 +1,4 @@
-"""One verdict a tensor from its measures: float64 says whether the programs differ, the dtype asked for how they round."""
+"""One verdict a tensor: float64 says whether the programs differ, the dtype asked for how they round."""
 
 from dataclasses import replace
 
@@ -59,11 +59,12 @@ def _is_zero(measure: Measure, of_all: float) -> bool:
 
 
 def hint(first: np.ndarray, second: np.ndarray) -> str:
-    """Returns what a difference looks like: a constant ratio, a transposed or flipped array, a conjugate; "" if nothing."""
+    """Returns what a difference looks like, such as a constant ratio or exchanged axes; "" if like nothing known."""
     if first.shape != second.shape:
         return ""
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        return "one side is not finite"
+        both = np.isnan(first).any() and np.isnan(second).any()
+        return "not a number on both sides" if both else "one side is not finite"
     if first.size < 2:
         return ""
     a, b = first.ravel(), second.ravel()
@@ -86,7 +87,7 @@ def hint(first: np.ndarray, second: np.ndarray) -> str:
 
 
 def constant_ratio(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Returns how many times the first array the second is; None if it is no multiple. A single number always is one."""
+    """Returns how many times the first array the second is; None if it is no multiple. A single number is one."""
     if first.shape != second.shape or not first.size or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return None
     a, b = first.ravel(), second.ravel()

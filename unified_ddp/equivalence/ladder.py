@@ -91,8 +91,8 @@ class Ladder:
             for which, side in (("first", self.pair.first), ("second", self.pair.second)):
                 if not side.has_optimizer:
                     raise EquivalenceError(
-                        f"until={self.settings.until!r} needs an optimizer on both sides; the {which} side ({side.framework}) "
-                        "has none: give it optimizer="
+                        f"until={self.settings.until!r} needs an optimizer on both sides; the {which} side "
+                        f"({side.framework}) has none: give it optimizer="
                     )
 
     def _require_determined(self) -> None:
@@ -100,8 +100,8 @@ class Ladder:
             what = observer.side.randomness(values, observer.batch(self.pair.batches[0]))
             if what:
                 raise EquivalenceError(
-                    f"the {observer.side.framework} side is random ({what}), and random numbers of two frameworks never "
-                    "agree: set the rates to 0, or compare in evaluation mode"
+                    f"the {observer.side.framework} side is random ({what}), and random numbers of two frameworks "
+                    "never agree: set the rates to 0, or compare in evaluation mode"
                 )
 
     def _static_rungs(self) -> list[Rung]:
@@ -167,7 +167,7 @@ class Ladder:
             return []
         batches = [self.pair.batches[i % len(self.pair.batches)] for i in range(self.settings.steps)]
         training = Training(self.observers, self.values, batches, self.settings.dtype, self.pair.seed, self._named)
-        rungs = []
+        rungs: list[Rung] = []
         for name in names:
             self.settings.progress(name, 0, 1)
             began = time.monotonic()
@@ -218,6 +218,9 @@ class Ladder:
                     f"the {side.framework} side rounds to less than float64 inside: differences of programs below a "
                     f"relative {_told(share)} are not seen"
                 )
+        blind = {f.name: f for r in rungs for f in r.findings if f.verdict is Verdict.NOT_TESTED}
+        known = {item.name for item in self.not_tested}
+        self.not_tested += [NotTested(f.name, f.counterparts, f.note) for f in blind.values() if f.name not in known]
         left_out = [NotTested(name, (), reason) for name, reason in mapping.ignored.items()]
         texts = {name: " + ".join(s.text() for s in sources) for name, sources in mapping.sources.items()}
         return Report(

@@ -1,9 +1,9 @@
 """How much rounding alone moves a side: it is run again on inputs and weights that differ by less than anyone means.
 
-In the dtype asked for, inputs and weights are moved by one ULP and the batch is permuted, and all that changes is noise.
-In float64, whose job is to tell programs apart, the answer to the movement itself is taken off: of f(x + d) + f(x - d)
-- 2 f(x) the linear part cancels and what is left is rounding, of every place where the program rounds. A side that
-computes in float32 somewhere inside shows it so, without anyone looking for casts.
+In the dtype asked for, inputs and weights are moved by one ULP and the batch is permuted; what changes is noise. In
+float64, whose job is to tell programs apart, the answer to the movement itself is taken off: in
+f(x + d) + f(x - d) - 2 f(x) the linear part cancels, and what is left is rounding, wherever the program rounds. A side
+that computes in float32 somewhere inside shows it so, without anyone looking for casts.
 """
 
 from collections.abc import Sequence

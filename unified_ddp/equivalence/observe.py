@@ -1,7 +1,8 @@
 """What a side computes, in coordinates that both sides share: outputs and gradients as the first side has them.
 
-Gradients of the second side are pulled back by the mapping's transpose. Weights and buffers of the first side are carried
-over instead: where two tensors make one, as an LSTM's biases, only the second side's coordinates say what the model is.
+Gradients of the second side are pulled back by the mapping's transpose. Weights and buffers of the first side are
+carried over instead: where two tensors make one, as an LSTM's biases, only the second side's coordinates say what the
+model is.
 """
 
 from collections.abc import Callable, Mapping

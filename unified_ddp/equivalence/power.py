@@ -1,4 +1,4 @@
-"""What was not tested: each tensor is changed on one side, and where nothing that is compared moves, nothing was shown."""
+"""What was not tested: each tensor is changed on one side, and where nothing compared moves, nothing was shown."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 """The reduced rung: gradients after the real reduction, each side beside its own oracle, and both beside each other.
 
-The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off its own
-oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
+The oracle is the mean over ranks of the gradients that plain autograd gives on each rank's shard. A side that is off
+its own oracle reduces wrongly; sides that differ though each is on its own oracle differ as models.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def compare_reduced(
         noise.append(observer.noise(own, shares[0], dtype, at, seed)[0])
     findings = []
     for observer, reduction, learnt in zip(observers, (first, second), noise, strict=True):
-        findings += _own_oracle(observer, reduction, learnt, dtype)
+        findings += own_oracle(observer, reduction, learnt, dtype)
     findings += _sides(observers, first, second, noise, dtype)
     return Reduced(findings, _rows(first, mapping, observers[0], dtype), (*first.timeline, *second.timeline))
 
@@ -76,17 +76,17 @@ def _carried_buckets(first: Reduction, mapping: Mapping) -> list[list[str]] | No
     return [names for names in buckets if names]
 
 
-def _own_oracle(observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str) -> list[Finding]:
+def own_oracle(observer: Observer, reduction: Reduction, noise: dict[Key, np.ndarray], dtype: str) -> list[Finding]:
     """Reduced gradients of each rank beside the exact mean of the ranks' plain gradients, and rank 0's bits."""
-    ranks = len(reduction.reduced)
+    ranks = len(reduction.local)
     buckets = {name: i for i, names in enumerate(reduction.buckets) for name in names}
     findings = []
     shared = [observer.pulled(grads) for grads in reduction.reduced]
     plain = [observer.pulled(grads) for grads in reduction.local]
     for name in shared[0]:
         terms = [_wide(grads[name]) for grads in plain]
-        mean = sum(terms) / ranks
-        spread = (ranks + 2) * _EPSILON[dtype] * sum(np.abs(term) for term in terms) / ranks
+        mean = np.sum(terms, axis=0) / ranks
+        spread = (ranks + 2) * _EPSILON[dtype] * np.sum(np.abs(terms), axis=0) / ranks
         own = noise.get(("gradient", name), 0.0)
         bucket = _bucket_of(name, observer, buckets)
         for rank, grads in enumerate(shared):
@@ -147,9 +147,9 @@ def _sides(
     buckets = {name: i for i, names in enumerate(first.buckets) for name in names}
     largest = _largest([ours, theirs])
     findings = []
-    for name in ours:
-        allowed = [learnt.get(("gradient", name), 0.0) for learnt in noise]
-        gap = measure(ours[name], theirs[name], Allowance(dtype, *allowed, of_all=largest))
+    for name in (name for name in ours if name in theirs):
+        here, there = (learnt.get(("gradient", name), 0.0) for learnt in noise)
+        gap = measure(ours[name], theirs[name], Allowance(dtype, here, there, of_all=largest))
         bare = Finding(
             "reduced",
             name,

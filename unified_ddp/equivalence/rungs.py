@@ -63,14 +63,31 @@ def run_both(
     batches = [observer.batch(batch) for observer in observers]
     raw = [o.observe(v, b, dtype) for o, v, b in zip(observers, values, batches, strict=True)]
     names = _renaming(*raw)
-    noise, notes = [], []
+    _require_numbers(raw[0], {names[key]: raw[1][key] for key in names}, dtype)
+    noise, notes = [], _frozen(raw[0], raw[1])
     for observer, own, inputs, run in zip(observers, values, batches, raw, strict=True):
         found, note = observer.noise(own, inputs, dtype, run, seed)
         noise.append(found)
         notes += [note] if note else []
-    second = {names[key]: value for key, value in raw[1].items()}
-    moved = {names[key]: value for key, value in noise[1].items()}
+    second = {names[key]: value for key, value in raw[1].items() if key in names}
+    moved = {names[key]: value for key, value in noise[1].items() if key in names}
     return Compared(raw[0], second, {key: (noise[0][key], moved[key]) for key in raw[0]}, notes)
+
+
+def _frozen(first: Observed, second: Observed) -> list[str]:
+    """JAX has gradients of all parameters, torch of those that are trained."""
+    names = [name for kind, name in second if kind == "gradient" and (kind, name) not in first]
+    told = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"frozen on the first side, so that their gradients are not compared: {told}"] if names else []
+
+
+def _require_numbers(first: Observed, second: Observed, dtype: str) -> None:
+    for (kind, name), value in first.items():
+        if value.dtype.kind in "fc" and np.isnan(value).any() and np.isnan(second[kind, name]).any():
+            raise EquivalenceError(
+                f"the {kind} '{name}' is NaN on both sides in {dtype}, which shows nothing. Give other batches, or, if "
+                'scrambled weights are the cause, weights="as they are"'
+            )
 
 
 def _renaming(first: Observed, second: Observed) -> dict[Key, Key]:
@@ -78,6 +95,7 @@ def _renaming(first: Observed, second: Observed) -> dict[Key, Key]:
     ours, theirs = ([key for key in side if key[0] == "output"] for side in (first, second))
     alone = len(ours) == len(theirs) == 1
     names = {key: ours[0] if alone and key[0] == "output" else key for key in second}
+    names = {key: name for key, name in names.items() if key[0] != "gradient" or name in first}
     for kind in ("output", "buffer", "gradient"):
         have = [{name for k, name in keys if k == kind} for keys in (first, names.values())]
         lacking = [sorted(have[0] - have[1]), sorted(have[1] - have[0])]
@@ -91,7 +109,7 @@ def _renaming(first: Observed, second: Observed) -> dict[Key, Key]:
 _REMEDY = {
     "output": "Return the same keys from both loss functions",
     "buffer": "Give both sides the same module state, or say ignore=",
-    "gradient": "Freeze the same parameters on both sides (requires_grad in torch), or say ignore=",
+    "gradient": "Train on the second side what is trained on the first",
 }
 
 

@@ -1,4 +1,4 @@
-"""Weights that test something: zero biases, unit scales and zero-initialised layers hide faults, so they get numbers."""
+"""Weights that test something: zero biases, unit scales and zero-initialised layers would hide faults."""
 
 import math
 
@@ -13,7 +13,8 @@ _STEP = 0.1
 def scrambled(values: Arrays, tensors: tuple[TensorInfo, ...], seed: int) -> Arrays:
     """Returns the values moved by seeded noise of their own scale; what is positive stays so.
 
-    Buffers other than running statistics are constants that the program may rely on, such as rotary frequencies, and stay.
+    Buffers other than running statistics are constants that the program may rely on, such as rotary frequencies, and
+    stay.
 
     Args:
         values: by name.
@@ -37,7 +38,7 @@ def _moved(array: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _scale(array: np.ndarray) -> float:
-    """Noise beside random numbers is a share of their spread; in place of constants it is as weights are initialised."""
+    """Noise on random numbers is a share of their spread; on constants it is as weights are initialised."""
     spread = float(np.std(array)) if array.size else 0.0
     if spread:
         return 0.3 * spread

@@ -5,7 +5,7 @@ model as it was. All values are numpy arrays (bfloat16 by ml_dtypes), and `dtype
 weights and inputs are given in; complex ones take the complex dtype of that precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class Reduction:
     """One backward on several ranks through the side's real layer.
 
     Attributes:
-        reduced: by rank, the gradients after the reduction.
+        reduced: by rank, the gradients after the reduction; one set alone if they are those of all ranks.
         local: by rank, the gradients that plain autograd gives on that rank's shard.
         buckets: names by bucket, in order of storage.
         timeline: when buckets were ready and reduced; may be empty.
@@ -131,3 +131,12 @@ class Side(Protocol):
 
     def info(self) -> SideInfo:
         """Returns versions and settings."""
+
+
+class SteppedSide(Side, Protocol):
+    """A side that can also run a step of the user's own in place of its layer."""
+
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """Runs a step of the user's own in place of the real layer; see `check_gradients`."""

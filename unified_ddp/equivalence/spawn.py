@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: a side travels there by cloudpickle, which takes lambdas and a script's own classes."""
+"""Ranks in processes of their own: a side goes there by cloudpickle, which takes lambdas and a script's classes."""
 
 import contextlib
 import importlib
@@ -82,8 +82,8 @@ def _dumped(payload: Any, modules: Iterable[str]) -> bytes:
             return cloudpickle.dumps(payload)
         except Exception as error:
             raise EquivalenceError(
-                f"a side cannot be sent to the processes of the ranks: {type(error).__name__}: {error}. Define its model "
-                "and its loss at the top of a module"
+                f"a side cannot be sent to the processes of the ranks: {type(error).__name__}: {error}. Define its "
+                "model and its loss at the top of a module"
             ) from error
 
 

@@ -1,7 +1,7 @@
 """What difference is allowed: c * (noise of the first + noise of the second) + k * eps * T, row by row.
 
-T is the largest number of the row. float64 has nine more digits than it needs to tell programs apart, and is given some of
-them back: libraries of different makers differ in their last digits of exp, erf and the like.
+T is the largest number of the row. float64 has nine more digits than it needs to tell programs apart, and is given some
+of them back: libraries of different makers differ in their last digits of exp, erf and the like.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def row_scale(*arrays: np.ndarray) -> np.ndarray:
 
 
 def measure(first: np.ndarray, second: np.ndarray, allowance: Allowance) -> Measure:
-    """Returns the distance of two arrays of one shape. Integers and bools are equal or infinitely far."""
+    """Returns the distance of two arrays of one shape. Integers and bools are equal or infinitely far, as is NaN."""
     noise = (_largest(allowance.first), _largest(allowance.second))
     if first.shape != second.shape:
         return Measure(allowance.dtype, np.inf, 0.0, np.inf, noise, 0.0, np.inf, np.inf, 1.0, ())
@@ -99,7 +99,7 @@ def measure(first: np.ndarray, second: np.ndarray, allowance: Allowance) -> Meas
 def _gaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         gaps = np.abs(first - second)
-    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    same = first == second  # NaN on both sides shows nothing, and is never taken for agreement
     return np.where(same, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
 
 

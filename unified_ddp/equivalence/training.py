@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from unified_ddp.equivalence.mapping.mapping import Mapping
 
 
-_UPDATE_RELATIVE = {"float64": 1e-9}
-"""Of an update. In float32 and below, an optimizer's own constants, such as Adam's 1 - 0.999, keep three digits."""
+_UPDATE_RELATIVE = {"float64": 1e-6}
+"""Of an update: optax keeps schedules in float32 beside float64 weights. In float32 and below, an optimizer's own
+constants, such as Adam's 1 - 0.999, keep three digits."""
 
 _UPDATE_RELATIVE_ELSE = 1e-3
 _WEIGHT_ULPS = 64
@@ -179,7 +181,7 @@ class Training:
                             observer,
                             noise.moved(values, number, sign),
                             dtype,
-                            lambda batch, i, sign=sign: noise.moved_batch(batch, number + 100 * i, sign),
+                            partial(_moved_input, seed=number, sign=sign),
                         ),
                     )
                     for sign in (1, -1)
@@ -196,7 +198,7 @@ class Training:
                     observer,
                     noise.jitter(cast, number),
                     dtype,
-                    lambda batch, i: noise.jitter_batch(batch, number + 100 * i),
+                    partial(_jittered_input, seed=number),
                 ),
             )
             for step, tensors in enumerate(deviations):
@@ -212,7 +214,7 @@ class Training:
         return [self.mapping.carry({**_wide(self.values[0]), **state}, names) for state in states]
 
     def curve(self, *, same_programs: bool) -> tuple[list[Finding], Curve]:
-        """Trains both sides and judges the second's losses by a band of the first's, whose inputs were moved by one ULP.
+        """Trains both sides; the second's losses are judged by a band of the first's with inputs moved by one ULP.
 
         Args:
             same_programs: float64 has found the steps equal, so that what leaves the band is precision.
@@ -223,10 +225,7 @@ class Training:
         for run in range(_BAND_RUNS):
             cast = {name: noise.in_dtype(array, dtype) for name, array in self.values[0].items()}
             number = self.seed + run
-
-            def move(batch: Any, i: int, number: int = number) -> Any:
-                return noise.jitter_batch(batch, number + 100 * i)
-
+            move = partial(_jittered_input, seed=number)
             runs.append(self._train(self.observers[0], noise.jitter(cast, number), dtype, move).losses)
         base = np.asarray(first)
         spread = np.maximum.accumulate(np.max(np.abs(np.asarray(runs) - base), axis=0))
@@ -246,6 +245,14 @@ class Training:
 
 _DISTINCT = 4
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def _moved_input(batch: Any, index: int, *, seed: int, sign: int) -> Any:
+    return noise.moved_batch(batch, seed + 100 * index, sign)
+
+
+def _jittered_input(batch: Any, index: int, *, seed: int) -> Any:
+    return noise.jitter_batch(batch, seed + 100 * index)
 
 
 def _steps_of(path: Trajectory) -> list[tuple[int, Trajectory]]:

@@ -1,7 +1,8 @@
 """What users hand over as a JAX model, as functions of a flat dict of parameters and one of buffers.
 
-Pytrees of parameters (flax linen's among them) and equinox modules are trees whose floating-point leaves are parameters.
-flax's nnx modules are split into such a tree, module state and a graph. Only nnx needs flax, and only when it is used.
+Pytrees of parameters (flax linen's among them) and equinox modules are trees whose floating-point leaves are
+parameters. flax's nnx modules are split into such a tree, module state and a graph. Only nnx needs flax, and only when
+it is used.
 """
 
 import sys
@@ -51,6 +52,21 @@ class Tree:
         """Returns the named leaves of a tree that `build` made with `others` False."""
         return dict(zip(self.names, jax.tree.leaves(tree), strict=True))
 
+    def same_leaves(self, tree: Any) -> Named:
+        """Returns leaves by name of any tree whose paths are those of this one's named leaves.
+
+        Raises:
+            EquivalenceError: the paths differ.
+        """
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        found = {leaf_name(path): leaf for path, leaf in paths if _is_inexact(leaf)}
+        if set(found) != set(self.names):
+            raise EquivalenceError(
+                f"the step returned gradients {sorted(found)[:5]}, and the parameters are {sorted(self.names)[:5]}; "
+                "return gradients of the structure of the parameters"
+            )
+        return {name: found[name] for name in self.names}
+
     def name_leaves(self, tree: Any) -> Named:
         """Returns the named leaves of another tree of this structure.
 
@@ -58,9 +74,10 @@ class Tree:
             EquivalenceError: the structure differs.
         """
         leaves, treedef = jax.tree.flatten(tree)
-        if treedef != self._treedef:
+        if self._treedef != treedef:  # type: ignore[operator]
             raise EquivalenceError(
-                f"the loss function returned buffers of another structure than it was given: {treedef} for {self._treedef}"
+                f"the loss function returned buffers of another structure than it was given: "
+                f"{treedef} for {self._treedef}"
             )
         return {name: leaves[i] for name, i in zip(self.names, self._positions, strict=True)}
 
@@ -121,7 +138,7 @@ class NnxProgram(Program):
         from flax import nnx
 
         self._nnx = nnx
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        graph, *(params, rest) = nnx.split(model, nnx.Param, ...)
         self._graphs = {False: graph, True: _widened(nnx, model)}
         self.params, self.buffers = Tree(params), Tree(rest)
         self._loss_fn = loss_fn
@@ -135,7 +152,7 @@ class NnxProgram(Program):
     def call(self, params: Named, buffers: Named, batch: Any) -> tuple[Any, Any, Named]:
         """See `Program`."""
         nnx = self._nnx
-        wide = bool(jax.config.jax_enable_x64)
+        wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         model = nnx.merge(self._graphs[wide], self.params.build(params), self.buffers.build(buffers))
         loss, outputs = _split(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)
@@ -167,8 +184,8 @@ def program_of(model: Any, loss_fn: Callable[..., Any], buffers: Any = None) -> 
     program = Program(model, loss_fn, buffers)
     if not program.params.names:
         raise EquivalenceError(
-            f"JaxSide was given {type(model).__name__}, which holds no floating-point arrays; give the pytree of parameters "
-            "(flax linen: variables['params']), an equinox module or an nnx module"
+            f"JaxSide was given {type(model).__name__}, which holds no floating-point arrays; give the pytree of "
+            "parameters (flax linen: variables['params']), an equinox module or an nnx module"
         )
     return program
 
@@ -179,7 +196,8 @@ def _split(result: Any) -> tuple[Any, Any]:
             raise EquivalenceError(
                 f"the JAX loss function returned {len(result)} values; it returns loss or (loss, outputs)"
             )
-        return result
+        loss, outputs = result
+        return loss, outputs
     return result, {}
 
 

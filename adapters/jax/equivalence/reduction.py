@@ -1,7 +1,7 @@
 """One backward on several devices through the real layer, here if there are enough devices, or in a new process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ def reduce_on_devices(
 
     With fewer devices than shards, a new process has as many CPU devices as it takes.
     """
-    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.jax_enable_x64))
+    job = _Job(side, values, shards, dtype, buckets, bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
     if jax.device_count() >= len(shards):
         return _reduce(job)
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
@@ -84,6 +84,30 @@ def _reduce(job: _Job) -> Reduction:
         stacked = {name: np.asarray(grads) for name, grads in jax.jit(mapped)(params, buffers, batch).items()}
     reduced = tuple({name: np.conj(grads[rank]) for name, grads in stacked.items()} for rank in range(count))
     return Reduction(reduced, local, _buckets(ddp.plan))
+
+
+def reduce_by_step(
+    side: "JaxSide", step: Callable[..., Any], values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+) -> Reduction:
+    """Runs the user's own step on the whole batch, and plain gradients of each shard on one device."""
+    from unified_ddp.jax.equivalence.side import batch_in, precision
+
+    local = tuple(side.evaluate(values, shard, dtype).gradients for shard in shards)
+    with precision(dtype):
+        params, _ = side.placed(values, dtype)
+        tree = side.program.params
+        grads = tree.same_leaves(step(tree.build(params), batch_in(batch, dtype)))
+        whole = {name: np.conj(_gathered(grad)) for name, grad in grads.items()}
+    return Reduction((whole,), local, ())
+
+
+def _gathered(grad: Any) -> np.ndarray:
+    """The whole array, of whatever sharding; across processes by a gather that all take part in."""
+    if getattr(grad, "is_fully_addressable", True):
+        return np.asarray(grad)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(grad, tiled=True))
 
 
 def _buckets(plan: BucketPlan) -> tuple[tuple[str, ...], ...]:

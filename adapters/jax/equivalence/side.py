@@ -22,9 +22,9 @@ class JaxSide:
 
     Args:
         params: a pytree of parameters (flax linen: variables["params"]), an equinox module, or a flax nnx module.
-        loss_fn: called as loss_fn(params, batch), for modules loss_fn(module, batch), with a batch of JAX arrays; returns
-            the loss, or (loss, outputs), where outputs are an array or a tree of arrays to be compared as well. With
-            `buffers`, called as loss_fn(params, batch, buffers=buffers), it returns (loss, buffers) or
+        loss_fn: called as loss_fn(params, batch), for modules loss_fn(module, batch), with a batch of JAX arrays;
+            returns the loss, or (loss, outputs), where outputs are an array or a tree of arrays to be compared as well.
+            With `buffers`, called as loss_fn(params, batch, buffers=buffers), it returns (loss, buffers) or
             (loss, buffers, outputs), as under `train_step`.
         optimizer: optax's, for `params`; gradients come to it as `jax.grad` gives them.
         buffers: module state outside the parameters, such as flax linen's variables["batch_stats"].
@@ -114,6 +114,15 @@ class JaxSide:
 
         return reduce_on_devices(self, values, shards, dtype, buckets)
 
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """See `Side`."""
+        from unified_ddp.jax.equivalence.reduction import reduce_by_step
+
+        assert step is not None  # check_gradients has seen to it
+        return reduce_by_step(self, step, values, batch, shards, dtype)
+
     def wrap(self, params: Named, buckets: Sequence[Sequence[str]] | None) -> Any:
         """Returns the layer that reduces the gradients of these parameters, in these buckets if they are given."""
         from unified_ddp.jax.equivalence.reduction import default_layer
@@ -176,8 +185,8 @@ class JaxSide:
         packages = ("flax", "equinox", "optax")
         versions = {n: str(getattr(sys.modules[n], "__version__", "?")) for n in packages if n in sys.modules}
         flags = {
-            "default matmul precision": str(jax.config.jax_default_matmul_precision or "default"),
-            "x64": str(jax.config.jax_enable_x64),
+            "default matmul precision": str(jax.config.jax_default_matmul_precision or "default"),  # type: ignore[attr-defined]
+            "x64": str(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
             "XLA_FLAGS": _xla_flags(),
         }
         return SideInfo(
@@ -195,8 +204,8 @@ def scalar(loss: Any) -> Any:
     shape = getattr(loss, "shape", None)
     if shape is None or np.prod(shape) != 1:
         raise EquivalenceError(
-            f"the JAX loss function returned {type(loss).__name__} of shape {shape} as its loss; it returns a scalar, or "
-            "(loss, outputs)"
+            f"the JAX loss function returned {type(loss).__name__} of shape {shape} as its loss; it returns a scalar, "
+            "or (loss, outputs)"
         )
     return loss.reshape(())
 

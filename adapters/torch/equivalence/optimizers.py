@@ -30,6 +30,6 @@ def stepper_of(made: Any) -> Stepper:
     if callable(made):
         return made
     raise EquivalenceError(
-        f"optimizer= returned {type(made).__name__}; it takes the module and returns an optimizer, (optimizer, scheduler), "
-        "or a function that clips, steps and schedules"
+        f"optimizer= returned {type(made).__name__}; it takes the module and returns an optimizer, "
+        "(optimizer, scheduler), or a function that clips, steps and schedules"
     )

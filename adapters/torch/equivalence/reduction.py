@@ -1,19 +1,22 @@
 """One backward on several ranks through the real layer: processes over gloo, or over NCCL where each has a GPU."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from unified_ddp.equivalence.results import BucketTime
 from unified_ddp.equivalence.side import Arrays, Reduction
 from unified_ddp.equivalence.spawn import run_ranks
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.equivalence.tensors import load, to_numpy
+from unified_ddp.torch.equivalence.timeline import record_timeline
 
 if TYPE_CHECKING:
     from unified_ddp.torch.equivalence.side import TorchSide
@@ -26,6 +29,7 @@ class _Job:
     shards: Sequence[Any]
     dtype: str
     device: str
+    step: Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,15 @@ class _Rank:
     reduced: Arrays
     local: Arrays
     buckets: tuple[tuple[str, ...], ...]
+    timeline: tuple[BucketTime, ...]
 
 
 def reduce_on_ranks(
-    side: "TorchSide", values: Arrays, shards: Sequence[Any], dtype: str, buckets: Any = None
+    side: "TorchSide",
+    values: Arrays,
+    shards: Sequence[Any],
+    dtype: str,
+    step: Callable[..., Any] | None = None,
 ) -> Reduction:
     """See `Side.reduce`. The plan is the layer's own, in the order in which gradients become ready.
 
@@ -45,19 +54,20 @@ def reduce_on_ranks(
         values: its weights.
         shards: one a rank.
         dtype: of the run.
-        buckets: not used, as torch's layer finds its own.
+        step: called as step(wrapped, batch) in place of loss and backward.
     """
     on_gpus = any(p.is_cuda for p in side.model.parameters()) and torch.cuda.device_count() >= len(shards)
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     threads = max(1, (os.cpu_count() or 1) // len(shards))
     ranks: list[_Rank] = run_ranks(
         "unified_ddp.torch.equivalence.reduction:run_rank",
-        _Job(side, values, shards, dtype, "cuda" if on_gpus else "cpu"),
+        _Job(side, values, shards, dtype, "cuda" if on_gpus else "cpu", step),
         len(shards),
         environment={"OMP_NUM_THREADS": str(threads), **loopback},
-        modules=side.modules(),
+        modules=side.modules() | {getattr(step, "__module__", "")},
     )
-    return Reduction(tuple(r.reduced for r in ranks), tuple(r.local for r in ranks), ranks[0].buckets)
+    times = tuple(time for rank in ranks for time in rank.timeline)
+    return Reduction(tuple(r.reduced for r in ranks), tuple(r.local for r in ranks), ranks[0].buckets, times)
 
 
 def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
@@ -75,24 +85,33 @@ def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> _Rank:
     )
     plain = side.evaluate(job.values, shard, job.dtype)
     module = side.module(job.values, job.dtype, fresh=True)
-    wrapped = side.wrap(module, unused=_any_rank(bool(plain.unused), job.device))
+    unused = _any_rank(bool(plain.unused), job.device)
+    wrapped = side.wrap(module, unused=unused)
     names = {name for name, param in module.named_parameters() if param.requires_grad}
+    batch = side.batch(shard, job.dtype)
+    buffers = {info.name: job.values[info.name] for info in side.tensors() if info.buffer}
     for _ in range(2):  # buckets are rebuilt once, after the first backward, in the order in which gradients came
-        load(module, job.values)
+        load(module, buffers)
         module.zero_grad()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, _ = side.call(wrapped, side.batch(shard, job.dtype))
-        loss.backward()
-    reduced = {
-        name: to_numpy(param.grad if param.grad is not None else torch.zeros_like(param))
-        for name, param in module.named_parameters()
-        if name in names
-    }
+            if job.step is None:
+                side.call(wrapped, batch)[0].backward()
+            else:
+                job.step(wrapped, batch)
+    reduced = {name: _whole(param) for name, param in module.named_parameters() if name in names}
     buckets = _buckets(wrapped)
+    times = record_timeline(side, job.values, shard, job.dtype, unused=unused) if job.device == "cpu" else ()
     dist.barrier()
     dist.destroy_process_group()
-    return _Rank(reduced, plain.gradients, buckets)
+    return _Rank(reduced, plain.gradients, buckets, times)
+
+
+def _whole(param: torch.Tensor) -> np.ndarray:
+    """The gradient, gathered if it is sharded (a DTensor); zeros if none came."""
+    grad = torch.zeros_like(param) if param.grad is None else param.grad
+    gather = getattr(grad, "full_tensor", None)
+    return to_numpy(gather() if gather else grad.to_dense() if grad.is_sparse else grad)
 
 
 def _any_rank(flag: bool, device: str) -> bool:

@@ -26,8 +26,8 @@ class TorchSide:
         model: in the mode, training or evaluation, in which it is to be compared, on the device where it is to run.
         loss: called as loss(model, batch) with a batch of tensors; returns the loss, or (loss, outputs), where outputs
             are a tensor or a tree (dict, tuple, list) of tensors to be compared as well.
-        optimizer: called with a module; returns a torch optimizer, an (optimizer, scheduler) pair, or a function without
-            arguments that clips, steps and schedules as the user's training loop does after backward.
+        optimizer: called with a module; returns a torch optimizer, an (optimizer, scheduler) pair, or a function
+            without arguments that clips, steps and schedules as the user's training loop does after backward.
         ddp: called with a module on every rank of the reduced rung; returns it wrapped. None wraps it in
             `unified_ddp.torch.DistributedDataParallel`.
     """
@@ -133,7 +133,15 @@ class TorchSide:
         """See `Side`."""
         from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
 
-        return reduce_on_ranks(self, values, shards, dtype, buckets)
+        return reduce_on_ranks(self, values, shards, dtype)
+
+    def reduce_by(
+        self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    ) -> Reduction:
+        """See `Side`."""
+        from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
+
+        return reduce_on_ranks(self, values, shards, dtype, step=step)
 
     def wrap(self, module: nn.Module, *, unused: bool) -> nn.Module:
         """Returns the module as the ranks train it; `unused`: some rank's backward does not reach all parameters."""

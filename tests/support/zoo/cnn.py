@@ -1,4 +1,4 @@
-"""Convolutions with biases before batch norm, a strided one, pooling, flattening and two linear layers: torch and nnx."""
+"""Convolutions with biases before batch norm, pooling, flattening and linear layers: torch and nnx."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A pre-norm causal transformer with packed qkv and tied embeddings: torch and nnx; and one of either library's attention."""
+"""A pre-norm causal transformer with packed qkv and tied embeddings; and either library's own attention."""
 
 import jax
 import jax.numpy as jnp

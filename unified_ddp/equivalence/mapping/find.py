@@ -1,4 +1,4 @@
-"""Finds a mapping: what the user said first, then what matching finds; what is left over is an error that says what to add."""
+"""Finds a mapping: what the user said, then what matching finds; what is left is an error that says what to add."""
 
 import fnmatch
 import re
@@ -130,8 +130,8 @@ def _require_meant_ties(
         if tensor.aliases and len(holders) > 1 and not set(holders[1:]) <= set(overrides.tied):
             both = " and ".join(f"'{n}'" for n in (tensor.name, *(alias.name for alias in tensor.aliases)))
             raise MappingError(
-                f"{both} are one tensor on the first side, but the second side holds {_list(holders)} apart: each gets a "
-                f"part of the gradient, and after one update they differ. Tie them there, or, if it is meant, say "
+                f"{both} are one tensor on the first side, but the second side holds {_list(holders)} apart: each gets "
+                f"a part of the gradient, and after one update they differ. Tie them there, or, if it is meant, say "
                 f"tied={holders[1:]!r}"
             )
 
@@ -183,8 +183,8 @@ def _tell_second(leaf: TensorInfo, ours: Sequence[TensorInfo], mapping: Mapping,
         return f"'{leaf.name}' {leaf.shape}: {hint}rules={{'{leaf.name}': '{alike[0].name} | permute 1 0'}}"
     if alike:
         return (
-            f"'{leaf.name}' {leaf.shape} has no counterpart by name and type; '{alike[0].name}' {alike[0].shape} has as "
-            f"many elements. Say how it lies: rules={{'{leaf.name}': '{alike[0].name} | reshape "
+            f"'{leaf.name}' {leaf.shape} has no counterpart by name and type; '{alike[0].name}' {alike[0].shape} has "
+            f"as many elements. Say how it lies: rules={{'{leaf.name}': '{alike[0].name} | reshape "
             f"{' '.join(map(str, leaf.shape))}'}} (or permute, take, place, stack ...)"
         )
     return (
@@ -201,8 +201,8 @@ def _tell_first(tensor: TensorInfo, theirs: Sequence[TensorInfo], mapping: Mappi
             f"'{tensor.name}' {tensor.shape}{owner} makes no tensor yet; {_list(fitting)} may be made of it, see rules"
         )
     return (
-        f"'{tensor.name}' {tensor.shape}{owner} has no counterpart on the second side. Add it there, name it in rules, or "
-        f"say ignore=['{tensor.name}']"
+        f"'{tensor.name}' {tensor.shape}{owner} has no counterpart on the second side. Add it there, name it in rules, "
+        f"or say ignore=['{tensor.name}']"
     )
 
 

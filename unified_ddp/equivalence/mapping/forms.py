@@ -40,7 +40,7 @@ class Module:
 
     @property
     def whole(self) -> bool:
-        """Says whether the tensors are there from which the type's forms start; the user's rules may have taken them."""
+        """Says whether the tensors from which forms start are there; the user's rules may have taken them."""
         return "Norm" in self.type or "weight" in self.tensors or {"weight_ih", "weight_hh"} <= self.tensors.keys()
 
     def source(self, key: str, rule: Rule) -> Source:
@@ -140,7 +140,7 @@ def reshaped(rule: Rule, shape: tuple[int, ...], leaf: TensorInfo | None, split:
 
 
 def dense_rules(key: str, shape: tuple[int, ...], leaf: TensorInfo | None) -> list[Rule]:
-    """Returns how a weight (out, in) lies: flax's kernels are (in, out), equinox keeps torch's order, others do either."""
+    """Returns how a weight (out, in) lies: flax has (in, out), equinox keeps torch's order, others do either."""
     if leaf is None or len(shape) != 2:
         return []
     swapped, same = Rule((Permute((1, 0)),)), Rule()

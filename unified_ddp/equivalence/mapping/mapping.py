@@ -12,6 +12,7 @@ from unified_ddp.equivalence.errors import MappingError
 from unified_ddp.equivalence.mapping.rules import Rule, parse_rule
 from unified_ddp.equivalence.side import Arrays, TensorInfo
 
+_IDENTITY = Rule()
 MAPPING_FORMAT = "unified_ddp.mapping.1"
 
 
@@ -20,7 +21,7 @@ class Source:
     """A tensor of the first side, and the map from it into a tensor of the second."""
 
     name: str
-    rule: Rule = Rule()
+    rule: Rule = _IDENTITY
     buffer: bool = field(default=False, compare=False)
 
     def text(self) -> str:
@@ -108,7 +109,7 @@ class Mapping:
             if not np.allclose(made, want, rtol=1e-5, atol=1e-6 * float(scale)):
                 sources = ", ".join(f"'{s.name}'" for s in self.sources[name])
                 raise MappingError(
-                    f"no values of {sources} make '{name}' as it is: its rule shares them with other tensors, which hold "
+                    f"no values of {sources} make '{name}' as it is: its rule shares them with others, which hold "
                     "different numbers. Tied tensors must be equal before they can be carried back"
                 )
 

@@ -114,7 +114,7 @@ def _scores(
 def _ranks(
     units: Sequence[Module], paths: Sequence[str], fitting: dict[tuple[int, str], list[Form]]
 ) -> dict[tuple[int, str], float]:
-    """How near a unit's place among those of its type is to the path's among those that fit this type; 1 is the same."""
+    """How near a unit's rank among its type is to the path's among those that fit the type; 0 is the same."""
     by_type: dict[str, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         by_type[unit.type].append(i)

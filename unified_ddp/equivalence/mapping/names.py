@@ -1,4 +1,4 @@
-"""How alike the names of two modules are: words in the field's spellings, and indices by their rank among their like."""
+"""How alike two modules' names are: words in the field's spellings, indices by their rank among their like."""
 
 import re
 from collections import defaultdict

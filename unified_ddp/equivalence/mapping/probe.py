@@ -1,9 +1,10 @@
 """Decides by running what names leave open: a square weight's layout, which of several like modules is which.
 
-The mapping under which outputs agree in float64 is the right one: no wrong one gets there by chance. Choices are changed
-one at a time, for the better; if none makes the outputs agree, the likeliest by name and order stays.
+The mapping under which outputs agree in float64 is the right one: no wrong one gets there by chance. Choices are
+changed one at a time, from the least error on; if none makes the outputs agree, the likeliest by name and order stays.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,22 @@ class _Search:
         kept = {name: links.get(name, sources) for name, sources in self.found.mapping.sources.items()}
         return replace(self.found.mapping, sources=kept)
 
+    def best_first(self) -> list[Choice] | None:
+        """Returns the choices under which outputs agree, tried from the least error on; None if none is in reach."""
+        start = list(self.found.choices)
+        ahead = [(self.of(start), 0, start)]
+        seen = {_key(start)}
+        while ahead and self.runs < _MOST_RUNS:
+            error, _, choices = heapq.heappop(ahead)
+            if error <= AGREES:
+                return choices
+            for option in self.neighbours(choices):
+                if _key(option) not in seen and self.runs < _MOST_RUNS:
+                    seen.add(_key(option))
+                    heapq.heappush(ahead, (self.of(option), len(seen), option))
+        best = min(ahead, default=None)
+        return best[2] if best is not None and best[0] <= AGREES else None
+
     def neighbours(self, choices: Sequence[Choice]) -> list[list[Choice]]:
         """Returns the choices with one thing changed."""
         around = []
@@ -66,6 +83,15 @@ class _Search:
         return [form for form in forms_of(mover.module, held) if form.keys() == there.forms[0].keys()]
 
 
+def _key(choices: Sequence[Choice]) -> tuple[str, ...]:
+    """What tells one set of choices from another: the text of every rule."""
+    return tuple(
+        f"{name}={','.join(source.text() for source in sources)}"
+        for choice in choices
+        for name, sources in sorted(choice.links().items())
+    )
+
+
 def _put(choices: Sequence[Choice], new: dict[int, Choice]) -> list[Choice]:
     return [new.get(i, choice) for i, choice in enumerate(choices)]
 
@@ -82,29 +108,14 @@ def probe(found: Found, second: Sequence[TensorInfo], error: Error) -> tuple[Map
         return found.mapping, ""
     full = {name: stripped for stripped, name in found.prefixes.items()}
     search = _Search(found, error, {full[t.name]: t for t in second if t.name in full})
-    choices = list(found.choices)
-    best = search.of(choices)
-    while best > AGREES and search.runs < _MOST_RUNS:
-        tried = []
-        for option in search.neighbours(choices):
-            tried.append((search.of(option), option))
-            if tried[-1][0] <= AGREES or search.runs >= _MOST_RUNS:
-                break
-        if not tried:
-            break
-        least, option = min(tried, key=lambda item: item[0])
-        if least >= best:
-            break
-        best, choices = least, option
-    if best <= AGREES:
-        return search.mapping(choices), ""
-    return found.mapping, _unsettled(found)
+    settled = search.best_first()
+    return (found.mapping, _unsettled(found)) if settled is None else (search.mapping(settled), "")
 
 
 def _unsettled(found: Found) -> str:
     names = [name for choice in found.choices if choice.rivals or len(choice.forms) > 1 for name in choice.links()]
     return (
         f"names leave open which tensors make {', '.join(found.prefixes[n] for n in names[:4])}"
-        f"{' and others' if len(names) > 4 else ''}, and under no choice do the outputs agree; they were taken in order. "
-        "Add rules for them to be sure"
+        f"{' and others' if len(names) > 4 else ''}, and under no choice do the outputs agree; they were taken in "
+        "order. Add rules for them to be sure"
     )

@@ -1,7 +1,7 @@
 """Forms of recurrent modules: packed gates, gates one by one, and two biases where flax and equinox have one.
 
-torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n keeps
-them apart, as b_hn is multiplied by r.
+torch's gates: LSTM i, f, g, o and GRU r, z, n, stacked along the first axis. torch adds b_ih + b_hh; only the GRU's n
+keeps them apart, as b_hn is multiplied by r.
 """
 
 from collections.abc import Iterator

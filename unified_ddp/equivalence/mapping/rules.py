@@ -1,8 +1,8 @@
 """Rules: linear maps from a tensor of one side to (a part of) a tensor of the other.
 
 Weights travel by the map A, gradients by its transpose: a scale is the same factor on both ways, not its inverse; what
-is summed in weights is copied in gradients. For permutations alone the transpose is the inverse, and only there the habit
-of "transposing the gradient too" is right.
+is summed in weights is copied in gradients. For permutations alone the transpose is the inverse, and only there the
+habit of "transposing the gradient too" is right.
 
 A rule is written as text, one operation after the other, as in a mapping's file:
 

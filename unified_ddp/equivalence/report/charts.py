@@ -19,6 +19,8 @@ _KINDS = ("gradient", "parameter")
 _DECADES = 3.0
 """Of the heat map's colours, on either side of the tolerance."""
 _NAME = 34
+_LABELLED = 24
+"""Steps whose numbers fit below the heat map."""
 _CROWDED = 0.2
 """Share of the heat map's width below which a rung's name does not fit above its steps."""
 FONT: dict[Any, Any] = {"font.size": 8, "axes.titlesize": 10, "svg.fonttype": "none"}
@@ -70,20 +72,33 @@ def heat_cells(report: Report) -> Cells:
 
 def draw_heat(axes: "Axes", cells: Cells) -> None:
     """Draws errors by parameter (down), rung and step (across): white is the tolerance, red over it, blue under it."""
+    from matplotlib import colormaps
     from matplotlib.colors import Normalize
 
     with np.errstate(divide="ignore"):
         shown = np.clip(np.log10(cells.excess), -_DECADES, _DECADES)
-    axes.set_facecolor("#d0d7de")  # what was not compared
-    mesh = axes.pcolormesh(shown, cmap="RdBu_r", norm=Normalize(-_DECADES, _DECADES), edgecolors="white", linewidth=0.6)
+    colours = colormaps["RdBu_r"].with_extremes(bad="#d0d7de")  # bad: what was not compared
+    mesh = axes.pcolormesh(
+        np.ma.masked_invalid(shown),
+        cmap=colours,
+        norm=Normalize(-_DECADES, _DECADES),
+        edgecolors="white",
+        linewidth=0.6,
+    )
     axes.invert_yaxis()
     axes.set_yticks(np.arange(len(cells.names)) + 0.5, [shortened(n, _NAME) for n in cells.names], fontsize=7)
-    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, [str(step) for _, step in cells.columns], fontsize=7)
+    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, _step_labels(cells.columns), fontsize=7)
     axes.set_xlabel("step")
     _name_rungs(axes, [rung for rung, _ in cells.columns])
     bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30, ticks=[-3, -2, -1, 0, 1, 2, 3])
     bar.ax.set_yticklabels(["≤ 0.001", "0.01", "0.1", "1", "10", "100", "≥ 1000"], fontsize=7)
     bar.set_label("difference / tolerance", fontsize=8)
+
+
+def _step_labels(columns: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns the steps' numbers, of many only some."""
+    every = 1 + len(columns) // _LABELLED
+    return [str(step) if step % every == 0 else "" for _, step in columns]
 
 
 def _name_rungs(axes: "Axes", rungs: Sequence[str]) -> None:
@@ -93,7 +108,7 @@ def _name_rungs(axes: "Axes", rungs: Sequence[str]) -> None:
     crowded = narrowest / max(len(rungs), 1) < _CROWDED
     for i in range(1, len(rungs) + 1):
         if i == len(rungs) or rungs[i] != rungs[start]:
-            turned = {"rotation": 35, "ha": "left"} if crowded else {"ha": "center"}
+            turned = {"rotation": 60, "ha": "left"} if crowded else {"ha": "center"}
             axes.text((start + i) / 2, -0.15, rungs[start], va="bottom", fontsize=8, **turned)
             if i < len(rungs):
                 axes.axvline(i, color="#24292f", linewidth=1)
@@ -208,7 +223,7 @@ def draw_curve(axes: "Axes", curve: Curve, names: tuple[str, str]) -> None:
         curve.second,
         "--",
         color=SECOND,
-        label=names[1] if names[0] != names[1] else f"{names[1]} (second)",
+        label=names[1],
         linewidth=1.4,
     )
     axes.set(xlabel="step", ylabel="loss")

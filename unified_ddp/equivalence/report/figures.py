@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unified_ddp.equivalence.report import charts
+from unified_ddp.equivalence.report.labels import side_names
 from unified_ddp.equivalence.results import Report, Verdict
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def charts_of(report: Report, rows: int) -> list[Chart]:
     if ulps:
         found.append(Chart("Distance in ULP", 2.7, lambda axes: charts.draw_ulps(axes, ulps, report.dtype)))
     if report.curve is not None:
-        curve, names = report.curve, (report.sides[0].framework, report.sides[1].framework)
+        curve, names = report.curve, side_names(report)
         found.append(Chart("Training curves", 2.7, lambda axes: charts.draw_curve(axes, curve, names)))
     if report.buckets:
         height = 0.9 + 0.28 * len(report.buckets)

@@ -10,6 +10,7 @@ from unified_ddp.equivalence.report.figures import WIDTH, Chart, charts_of
 from unified_ddp.equivalence.report.labels import (
     COLOURS,
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -39,9 +40,9 @@ th{font-weight:600;color:#57606a}
 td.n,th.n{text-align:right}
 td.t{white-space:normal;overflow-wrap:anywhere;min-width:9em}
 .v{color:#fff;border-radius:4px;padding:1px 7px;font-size:12px;white-space:nowrap}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:8px 28px;align-items:start}
-figure{margin:0}
-figcaption{font-weight:600;margin:18px 0 4px}
+.charts{columns:2 460px;column-gap:28px}
+figure{margin:0;break-inside:avoid}
+figcaption{font-weight:600;margin:0 0 4px;padding-top:18px}
 svg{display:block;width:100%;height:auto;max-width:680px}
 summary{cursor:pointer;font-weight:600;margin-top:22px}
 ul{margin:4px 0;padding-left:20px}
@@ -66,7 +67,7 @@ def report_to_html(report: Report) -> str:
         "<h2>Versions and settings</h2>",
         *(
             f"<p>{escape(versions)}<br><span class=dim>{escape(flags)}</span></p>"
-            for versions, flags in map(side_text, report.sides)
+            for versions, flags in map(side_text, distinct_sides(report))
         ),
     ]
     title = escape(f"{LABELS[verdict]}: {sentence}")

@@ -27,7 +27,7 @@ COLOURS = {
 
 def headline(report: Report) -> tuple[Verdict, str]:
     """Returns the report's verdict and one sentence that says it."""
-    first, second = (side.framework for side in report.sides)
+    first, second = side_names(report)
     failing = report.first_failure
     if failing is not None:
         bad = [f for f in failing.findings if f.verdict is failing.verdict]
@@ -42,6 +42,8 @@ def headline(report: Report) -> tuple[Verdict, str]:
         if own:
             return failing.verdict, f"{' and '.join(own)}: {failing.name} gradients are not the mean over ranks{count}"
         return failing.verdict, f"{first} and {second} differ, first at {failing.name}{count}"
+    if report.ok and all(f.side is not None for f in report.findings):
+        return Verdict.PASS, f"{report.sides[0].framework}: {report.until} gradients are the mean over ranks"
     if report.ok:
         return Verdict.PASS, f"{first} and {second} agree, up to {report.until}"
     missing = [rung.name for rung in report.rungs if not rung.verdict.ok]
@@ -60,6 +62,12 @@ def untested_reason(rung: Rung) -> str:
     return rung.note or next((f.note for f in rung.findings if f.note), "")
 
 
+def side_names(report: Report) -> tuple[str, str]:
+    """Returns the sides' frameworks, told apart where they are one."""
+    first, second = (side.framework for side in report.sides)
+    return (first, second) if first != second else (f"the first {first}", f"the second {second}")
+
+
 def facts(report: Report) -> str:
     """Returns what the comparison was run with, in one line."""
     parts = [report.dtype, f"weights {report.weights}, seed {report.seed}"]
@@ -69,6 +77,12 @@ def facts(report: Report) -> str:
     if run & {"steps", "curve"}:
         parts.append(f"{report.steps} steps")
     return ", ".join([*parts, f"{report.seconds:.1f} s"])
+
+
+def distinct_sides(report: Report) -> tuple[SideInfo, ...]:
+    """Returns the sides, once where they are one."""
+    first, second = report.sides
+    return (first,) if first == second else (first, second)
 
 
 def side_text(side: SideInfo) -> tuple[str, str]:

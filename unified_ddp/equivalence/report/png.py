@@ -8,6 +8,7 @@ from unified_ddp.equivalence.report.figures import WIDTH, charts_of
 from unified_ddp.equivalence.report.labels import (
     COLOURS,
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -60,7 +61,7 @@ def _draw(report: Report, path: Path) -> None:
             if i == 0:
                 _write(axes, texts)
             else:
-                axes.set_title(charts[i - 1].title, fontsize=10, loc="left", pad=22 if i == 1 else 6)
+                axes.set_title(charts[i - 1].title, fontsize=10, loc="left", pad=52 if i == 1 else 6)
                 charts[i - 1].draw(axes)
         if len(ratios) > len(column):
             part.add_subplot(grid[-1]).axis("off")
@@ -101,7 +102,7 @@ def _texts(report: Report) -> list[Line]:
         names = ", ".join(item.name for item in report.not_tested)
         lines += [[], [(0, f"Not tested ({len(report.not_tested)}): {shortened(names, 80)}", "#57606a")]]
     lines.append([])
-    lines += [[(0, shortened(text, 100), "#57606a")] for side in report.sides for text in side_text(side)]
+    lines += [[(0, shortened(text, 100), "#57606a")] for side in distinct_sides(report) for text in side_text(side)]
     return lines
 
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from unified_ddp.equivalence.report.labels import tensors
+from unified_ddp.equivalence.report.labels import side_names, tensors
 from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
 
 _EQUAL = 1e-3
@@ -56,7 +56,7 @@ def _of_ratios(rung: Rung, bad: Sequence[Finding], report: Report) -> list[str]:
     if len(alike) < 2:
         return _of_notes(bad)
     names, of = tensors(alike), tensors(rung.findings)
-    second = report.sides[1].framework if bad[0].side is None else bad[0].side
+    second = side_names(report)[1] if bad[0].side is None else bad[0].side
     where = (
         "at every step" if of == 1 else f"in every {alike[0].kind}" if names == of else f"in {names} of {of} tensors"
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 from unified_ddp.equivalence.report.labels import (
     COLOURS,
     LABELS,
+    distinct_sides,
     excess_text,
     facts,
     headline,
@@ -48,7 +49,7 @@ def print_report(report: Report, console: Console, worst: int = 5) -> None:
     console.print()
     for note in report.notes:
         console.print(Text(f"note: {note}", style="yellow"))
-    for side in report.sides:
+    for side in distinct_sides(report):
         for line in side_text(side):
             console.print(Text(line, style="dim"))
 
