@@ -10,17 +10,8 @@ import numpy as np
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
 from unified_ddp.equivalence.reduced import compare_reduced
-from unified_ddp.equivalence.results import (
-    RUNGS,
-    BucketRow,
-    BucketTime,
-    Curve,
-    Finding,
-    NotTested,
-    Report,
-    Rung,
-    Verdict,
-)
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import RUNGS, BucketRow, BucketTime, Curve, Finding, NotTested, Rung, Verdict
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
 from unified_ddp.equivalence.training import Training
 

@@ -13,7 +13,8 @@ from unified_ddp.equivalence.mapping.mapping import Mapping as TensorMapping
 from unified_ddp.equivalence.mapping.probe import probe
 from unified_ddp.equivalence.noise import in_dtype
 from unified_ddp.equivalence.observe import Observer
-from unified_ddp.equivalence.results import RUNGS, Report
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import RUNGS
 from unified_ddp.equivalence.scramble import scrambled
 from unified_ddp.equivalence.side import Arrays, Side
 

@@ -107,7 +107,7 @@ def _require_own(have: Any, want: Any) -> None:
                 f"the state that the step was given is not of its optimizer and trained parameters: opt_state{path} is "
                 f"{held.get(path, 'absent')}, where the optimizer has {needed.get(path, 'nothing')}. {remedy}"
             )
-    if jax.tree.structure(have) != jax.tree.structure(want):
+    if jax.tree.structure(have) != jax.tree.structure(want):  # type: ignore[operator]
         raise MisuseError(
             f"the state that the step was given is not of its optimizer: opt_state is built as "
             f"{jax.tree.structure(have)}, and the optimizer's as {jax.tree.structure(want)}. {remedy}"
