@@ -39,7 +39,7 @@ def broadcast_module(
     source: int,
     buffers: bool,
 ) -> None:
-    """Gives every rank the parameters, and if asked the buffers, of rank `source`, save those named in `ignored`."""
+    """Gives every rank the parameters and, if `buffers`, buffers of rank `source`, save those named in `ignored`."""
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     broadcast(group, [tensor for name, tensor in named if name not in ignored], bucket_size, source)
 
