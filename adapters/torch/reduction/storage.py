@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import CommHookError, ReductionError
 from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
 
@@ -215,11 +215,11 @@ class BucketStorage:
         """Returns `reduced`, flat.
 
         Raises:
-            ValueError: a comm hook returned a tensor of another size.
+            CommHookError: a comm hook returned a tensor of another size.
         """
         reduced = reduced.reshape(-1)
         if reduced.numel() != self.flat.numel():
-            raise ValueError(
+            raise CommHookError(
                 f"the comm hook returned {reduced.numel()} elements for a bucket of {self.flat.numel()} with "
                 f"parameters of shapes {[tuple(p.shape) for p in self.params]}; it must return a tensor shaped as "
                 "bucket.buffer()"

@@ -11,6 +11,7 @@ from support.models import MLP, TiedEmbedding
 from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
+from unified_ddp.errors import CommHookError
 from unified_ddp.torch import DistributedDataParallel
 
 Future = torch.futures.Future
@@ -156,17 +157,27 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
             return mean_hook(state, bucket)
         if result == "raises":
             raise KeyError("user error")
+        buffer = bucket.buffer()
         if result == "no future":
-            return bucket.buffer()
+            return buffer
+        values = {
+            "short": buffer[1:],
+            "text": "text",
+            "integers": buffer.int(),
+            "complex": buffer.to(torch.complex64),
+            "sparse": buffer.to_sparse(),
+            "meta": buffer.to("meta"),
+        }
         future: Future[Any] = Future()
-        future.set_result(bucket.buffer()[1:] if result == "short" else "text")
+        future.set_result(values[result])
         return future
 
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(None, hook)
     x = torch.randn(5, 8)
-    with pytest.raises((KeyError, TypeError, ValueError)) as caught:
+    with pytest.raises(KeyError if result == "raises" else CommHookError) as caught:
         backward(ddp, x)
+    assert result == "raises" or isinstance(caught.value, RuntimeError)
     check_step(ddp, lambda m: backward(m, x))
     return str(caught.value)
 
@@ -175,9 +186,13 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
     ("result", "text"),
     [
         ("raises", "user error"),
-        ("no future", "must return a torch.futures.Future"),
+        ("no future", "callback must return a torch.futures.Future object, but got Tensor"),
         ("short", "elements"),
         ("text", "one tensor"),
+        ("integers", "dtype torch.int32 for gradients of torch.float32"),
+        ("complex", "dtype torch.complex64 for gradients of torch.float32"),
+        ("sparse", "layout torch.sparse_coo"),
+        ("meta", "on the meta device"),
     ],
 )
 def test_hooks_that_fail(world: Callable[[int], Any], result: str, text: str) -> None:
