@@ -227,6 +227,10 @@ class GradientReducer:
             self._start(forward)
         elif forward.is_sync:
             self.core.arm(False)
+        elif self.core.phase is Phase.ARMED:
+            # Its gradients stay local, although a synchronising forward has come since and waits for its own pass.
+            self.core.arm(False)
+            autograd.at_backward_end(weak_call(self.core.arm))
 
     def _start_at_parameter(self) -> None:
         if not self._expecting:
