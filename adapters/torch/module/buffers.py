@@ -22,7 +22,8 @@ def broadcast_buffers(
         bucket_size: most bytes to broadcast at once.
         source: rank in the group.
     """
-    saved = {} if group.rank() == source else {b: b.clone() for b in buffers if _is_saved(b)}
+    # On the source, too: a broadcast counts as a change in place there, which its graphs would refuse.
+    saved = {b: b.clone() for b in buffers if _is_saved(b)}
     dist._broadcast_coalesced(group, [saved.get(b, b) for b in buffers], bucket_size, source)
     changed = {old: new for old, new in saved.items() if not _same_bits(old, new)}
     if changed:

@@ -138,9 +138,6 @@ def case_healthy(rank: int, world_size: int) -> None:
             ddp(torch.randn(5, 8)).sum().backward()
             optimizer.step()
     ddp(torch.randn(5, 8)).sum().backward()
-    for bad, error in [(0, ValueError), (-3, ValueError), (1.5, TypeError), ("2", TypeError), (True, TypeError)]:
-        with pytest.raises(error, match=f"{bad}"):
-            DistributedDataParallel(MLP(), check_replicas_every=bad)
     dist.barrier()
 
 
