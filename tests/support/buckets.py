@@ -30,6 +30,8 @@ class DoneWork:
         if self.error is not None:
             raise self.error
 
+    __call__ = wait
+
     def result(self) -> list[torch.Tensor]:
         return self.results
 

@@ -49,23 +49,21 @@ def test_bucket_caps_that_cannot_be(argument: str, value: Any, error: type[Excep
 GIVEN: dict[str, Any] = {
     "caps": opts.BucketCaps.from_arguments(None, None),
     "delayed": frozenset(),
-    "mixed_precision": None,
     "reduction": "mean",
-    "check_replicas_every": None,
 }
-"""Of options that are not switches."""
+"""Of options that are neither switches nor numbers that may be None."""
 OTHERS: dict[str, Any] = {
     "caps": opts.BucketCaps.from_arguments(1, None),
     "delayed": frozenset(["a"]),
     "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16),
     "reduction": "sum",
-    "check_replicas_every": 3,
 }
-NAMES = [field.name for field in dataclasses.fields(opts.Options)]
+FIELDS = {field.name: field.type for field in dataclasses.fields(opts.Options)}
 
 
 def options(**changes: Any) -> opts.Options:
-    return opts.Options(**{name: GIVEN.get(name, False) for name in NAMES} | changes)
+    usual = {name: GIVEN.get(name, False if kind is bool else None) for name, kind in FIELDS.items()}
+    return opts.Options(**usual | changes)
 
 
 UNBOUNDED = (sys.maxsize,)
@@ -99,11 +97,12 @@ def test_caps_of_first_and_rebuilt_buckets(
 MAY_DIFFER = {"gradient_as_bucket_view", "batched_grad_copy", "init_sync"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 def test_what_ranks_compare(name: str) -> None:
-    usual, other = options().compared(), options(**{name: OTHERS.get(name, True)}).compared()
-    assert json.loads(json.dumps(other)) == other
-    assert sum(usual[key] != other[key] for key in usual) == (name not in MAY_DIFFER)
+    other = OTHERS.get(name, True if FIELDS[name] is bool else 3)
+    usual, changed = options().compared(), options(**{name: other}).compared()
+    assert json.loads(json.dumps(changed)) == changed
+    assert sum(usual[key] != changed[key] for key in usual) == (name not in MAY_DIFFER)
 
 
 def test_compared_caps_and_names_have_one_order() -> None:

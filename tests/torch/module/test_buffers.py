@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from unified_ddp.torch import DistributedDataParallel
-from unified_ddp.torch.module.buffers import broadcast_buffers
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> None:
@@ -59,38 +58,36 @@ def test_buffer_hooks(world: Callable[[int], Any], after: bool, future: bool) ->
 class Table(nn.Module):
     """A buffer that a graph saves, under two names, and others that none does."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
         self.part = nn.Module()
-        self.register_buffer("saved", torch.full((3,), value))
+        self.register_buffer("saved", torch.zeros(3))
         self.part.register_buffer("again", self.saved)
-        self.register_buffer("free", torch.full((2, 2), value).t())
-        self.register_buffer("count", torch.tensor(int(value)))
-        self.register_buffer("flag", torch.tensor([bool(value)]))
-        self.register_buffer("none", torch.empty(0))
+        self.register_buffer("free", torch.zeros(2, 2).t())
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("empty", torch.empty(0))
 
 
 def case_saved(rank: int, world_size: int, source: int, equal: bool) -> None:
-    table = Table(5.0 if equal else float(rank))
-    x = torch.ones(3, requires_grad=True)
+    ddp = DistributedDataParallel(Table())
+    table = ddp.module
+    mine, sent = (5, 5) if equal else (rank, source)
+    for buffer in table.buffers():
+        buffer.fill_(mine)
     before = dict(table.named_buffers())
-    out = (x * table.saved).sum()
-    broadcast_buffers(dist.group.WORLD, table, list(table.buffers()), 1 << 20, source)
-    value = 5.0 if equal else float(source)
+    out = (table.weight * table.saved).sum()
+    ddp._default_broadcast_coalesced(authoritative_rank=source)
     after = dict(table.named_buffers())
     assert list(after) == list(before)
-    assert all(bool((b == value).all()) for n, b in after.items() if n not in ("flag", "none"))
-    assert bool(table.flag) == bool(value)
-    in_place = {name for name in before if after[name] is before[name]}
-    replaced = set() if equal or rank == source else {"saved"}
-    assert in_place == set(before) - replaced
+    assert all(bool((b == sent).all()) for b in after.values())
+    replaced = set() if mine == sent else {"saved"}
+    assert {name for name in before if after[name] is not before[name]} == replaced
     assert table.part.again is table.saved
-    out.backward()  # with the value of its forward
-    assert x.grad.tolist() == [5.0 if equal else float(rank)] * 3
-    held = table.saved
-    del out
-    broadcast_buffers(dist.group.WORLD, table, list(table.buffers()), 16, source)
-    assert table.saved is held
+    ddp._default_broadcast_coalesced(authoritative_rank=source)
+    assert table.saved is after["saved"]
+    (grad,) = torch.autograd.grad(out, table.weight)  # with the value of its forward
+    assert grad.tolist() == [mine] * 3
 
 
 @pytest.mark.parametrize("equal", [False, True])

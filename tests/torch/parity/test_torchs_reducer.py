@@ -38,6 +38,9 @@ def case_late_static_graph(rank: int, world_size: int) -> None:
         check_step(ddp, lambda m, x=x: m(x, "l")["l"].pow(2).sum().backward())
     with pytest.warns(UserWarning, match="no need to set it again"):
         ddp._set_static_graph()
+    finding = DistributedDataParallel(MLP(), find_unused_parameters=True)
+    with pytest.warns(UserWarning, match="You passed find_unused_parameters=true"):
+        finding._set_static_graph()
     other = DistributedDataParallel(MLP())
     backward(other, torch.randn(5, 8))
     with pytest.raises(RuntimeError, match="before training loop starts"):

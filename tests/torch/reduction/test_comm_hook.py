@@ -12,6 +12,7 @@ from support.models import MLP, TiedEmbedding
 from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
+from unified_ddp.errors import ReductionError
 from unified_ddp.torch import DistributedDataParallel, GradBucket
 from unified_ddp.torch.reduction.comm_hook import CommHook, DenseReduction, WorkReduction, check_comm_hook, hook_name
 from unified_ddp.torch.reduction.storage import BucketStorage
@@ -311,3 +312,21 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
 def test_hooks_that_fail(world: Callable[[int], Any], result: str, text: str) -> None:
     for message in world(2).run(case_hook_fails, result=result):
         assert text in message
+
+
+def case_hook_that_fails_in_communication(rank: int, world_size: int) -> str:
+    def hook(state: Any, bucket: Any) -> Any:
+        raise RuntimeError("connection closed")
+
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(ReductionError) as caught:
+        backward(ddp, torch.randn(5, 8))
+    return str(caught.value)
+
+
+def test_a_hook_that_fails_in_communication_is_named(world: Callable[[int], Any]) -> None:
+    for rank, message in enumerate(world(2).run(case_hook_that_fails_in_communication)):
+        assert "the comm hook of bucket 0 (" in message
+        assert f"failed on rank {rank}" in message
+        assert "connection closed" in message
