@@ -41,10 +41,9 @@ class ModuleWatch:
             _watches.setdefault(part, weakref.WeakSet()).add(self)
 
     def changed(self) -> bool:
-        """Says whether parameters were added, replaced, cast, moved or unfrozen, or first buffers added.
+        """Says whether parameters were added, removed, replaced, cast, moved or unfrozen, or first buffers added.
 
-        What torch does not tell, as a parameter that is removed, is left to `differs`. Freezing is no change: the
-        reducer may go on knowing a parameter that gets no gradient.
+        Freezing is no change: the reducer may go on knowing a parameter that gets no gradient.
         """
         if any(p.requires_grad for p in self._frozen) or [p.dtype for p in self._cast] != self._dtypes:
             return True
