@@ -6,10 +6,9 @@ import torch.distributed as dist
 from support.buckets import bucket_of
 from torch import nn
 
-from unified_ddp.reducer import BucketState
 from unified_ddp.torch import GradBucket
 from unified_ddp.torch.reduction.sparse import SparseBucketStorage
-from unified_ddp.torch.reduction.storage import BucketStorage
+from unified_ddp.torch.reduction.storage import BucketState, BucketStorage
 
 
 def dense() -> tuple[GradBucket, BucketStorage]:
