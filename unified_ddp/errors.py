@@ -7,6 +7,7 @@ from unified_ddp._core import PlanError, ReadinessError, UnifiedDDPError
 
 __all__ = [
     "AxisError",
+    "CommHookError",
     "ConstructionMismatchError",
     "MisuseError",
     "NonFiniteError",
@@ -40,6 +41,10 @@ class MisuseError(UnifiedDDPError, RuntimeError):
 
 class ReductionError(UnifiedDDPError, RuntimeError):
     """A reduction failed, or gradients were lost as a backward pass was left before its reduction ended."""
+
+
+class CommHookError(UnifiedDDPError, TypeError, RuntimeError):
+    """A comm hook returned something else than it must. Gradients are not reduced."""
 
 
 class OutOfStepError(ReductionError):

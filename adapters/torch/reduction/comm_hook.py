@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from unified_ddp.errors import CommHookError
 from unified_ddp.torch.reduction.bucket import GradBucket
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -31,9 +32,10 @@ class CommHook:
         """Runs the hook on a bucket now and returns its future."""
         future = self.hook(self.state, bucket)
         if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise TypeError(
-                f"the comm hook {hook_name(self.hook)} returned {type(future).__name__} for bucket {bucket.index()}; "
-                "it must return a torch.futures.Future that holds the reduced tensor"
+            raise CommHookError(
+                f"callback must return a torch.futures.Future object, but got {type(future).__name__}: the comm hook "
+                f"{hook_name(self.hook)} returned it for bucket {bucket.index()}; it must return a torch.futures.Future "
+                "that holds the reduced tensor"
             )
         return future
 
@@ -76,7 +78,7 @@ class FutureReduction:
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
+            raise CommHookError(
                 f"a comm hook's future holds {type(value).__name__}; it must hold one tensor shaped as bucket.buffer()"
             )
         return value
