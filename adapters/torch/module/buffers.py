@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from unified_ddp.torch.module.broadcast import compact
+from unified_ddp.torch.module.broadcast import compact, plain
 
 
 def broadcast_buffers(
@@ -49,4 +49,4 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return plain(tensor).view(-1).view(torch.uint8)

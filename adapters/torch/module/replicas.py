@@ -8,6 +8,7 @@ import torch
 
 from unified_ddp.errors import ReplicaMismatchError
 from unified_ddp.ranks.texts import tell_sides
+from unified_ddp.torch.module.broadcast import plain
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 _CHUNK = 1 << 16
@@ -46,11 +47,12 @@ def _multipliers(count: int, device: torch.device) -> torch.Tensor:
 
 def _pieces(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as flat integers of at most 32 bits."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    tensor = plain(tensor)
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
     if not flat.numel():
         return flat.new_empty(0, dtype=torch.int32)
     width = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return flat.contiguous().view(width)
+    return flat.view(width)
 
 
 def are_equal(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> bool:
