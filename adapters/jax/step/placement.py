@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.errors import AxisError, UnevenDataError
-from unified_ddp.jax.pytrees.schema import leaf_name
+from unified_ddp.jax.pytrees.schema import is_array, is_key, leaf_name
 
 
 def auto_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -165,7 +165,7 @@ def _replicas(mesh: Mesh, axes: tuple[str, ...]) -> int:
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
-    if _is_key(leaf):
+    if is_key(leaf):
         data = _place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
@@ -174,15 +174,11 @@ def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _host_values(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _require_array(what: str, path: Any, leaf: Any) -> None:
-    if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+    if not is_array(leaf):
         raise TypeError(
             f"{what} leaf '{leaf_name(path)}' is a {type(leaf).__name__}, no array; keep it out of the pytree (flax "
             "nnx: nnx.split; equinox: eqx.partition(model, eqx.is_array)) or pass it as a keyword argument of the step"

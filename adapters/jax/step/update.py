@@ -83,8 +83,8 @@ class Update:
             if not re.search(r"missing \d+ required keyword-only|must be provided", str(error)):
                 raise
             raise MisuseError(
-                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. Take "
-                "a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
+                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. "
+                "Take a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
             ) from error
 
 
