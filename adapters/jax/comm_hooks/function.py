@@ -66,7 +66,10 @@ class FunctionReducer:
         Raises:
             MisuseError: the result has another shape or dtype than the storage.
         """
-        bucket = self._bucket(index, storage, axes)
+        spec, is_last = self._plan.buckets[index], index == len(self._plan.buckets) - 1
+        params = tuple(self._plan.params[i] for i in spec.params)
+        names = tuple(param.name for param in params)
+        bucket = JaxBucket(storage, index, is_last, axes, replica_count(axes), names, spec, params)
         reduced = self._hook(bucket)
         want = (storage.shape, storage.dtype)
         if (getattr(reduced, "shape", None), getattr(reduced, "dtype", None)) != want:
@@ -77,10 +80,3 @@ class FunctionReducer:
                 "bucket.storage"
             )
         return reduced, state
-
-    def _bucket(self, index: int, storage: jax.Array, axes: tuple[str, ...]) -> JaxBucket:
-        bucket = self._plan.buckets[index]
-        specs = tuple(self._plan.params[i] for i in bucket.params)
-        is_last = index == len(self._plan.buckets) - 1
-        names = tuple(spec.name for spec in specs)
-        return JaxBucket(storage, index, is_last, axes, replica_count(axes), names, bucket, specs)

@@ -30,12 +30,7 @@ def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout
 
 
 class SharedReducer:
-    """Reduces the buckets of a plan by one of `unified_ddp.hooks`.
-
-    Args:
-        hook: what reduces.
-        plan: the buckets.
-        reduce_dtype: what floating-point gradients have been cast to; None for their own.
+    """Reduces the buckets of a plan, cast to `reduce_dtype`, by one of `unified_ddp.hooks`.
 
     Raises:
         MisuseError: the hook cannot reduce some bucket.
@@ -56,9 +51,7 @@ class SharedReducer:
 def local_states(initial: Sequence[State], given: Any) -> list[State]:
     """Returns this replica's states, without the axis of replicas that shard_map leaves with size 1.
 
-    Args:
-        initial: what the hook starts with, one a bucket.
-        given: what the user passed as hook_state; None if nothing.
+    `initial` is what the hook starts with, one a bucket; `given` what the user passed as hook_state, or None.
 
     Raises:
         MisuseError: there is none, though the hook has state, or it is another hook's or plan's.

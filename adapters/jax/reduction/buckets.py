@@ -51,13 +51,7 @@ def reduce_buckets(
 ) -> tuple[list[jax.Array], list[State]]:
     """Returns the mean over the axes of local gradients, both in the order of `plan.params`, and the new states.
 
-    Args:
-        plan: the buckets.
-        grads: this replica's gradients.
-        axes: to reduce over.
-        strategy: of the mean without a reducer.
-        reducer: reduces in its place.
-        states: of the reducer, one a bucket.
+    A reducer, with one state a bucket, takes the place of the mean and its strategy.
 
     Raises:
         MisuseError: there is a reducer, and gradients of one bucket vary over different axes by type.

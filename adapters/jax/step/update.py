@@ -47,6 +47,7 @@ class Update:
             old = (state.params, state.opt_state, state.buffers, state.hook_state)
             new = jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, old)
             skipped += 1 - taken.astype(skipped.dtype)
+        checks = checks if results.bad is None else checks | {"bad": results.bad}
         value = (results.loss, results.aux) if self.replica_step.options.has_aux else results.loss
         return TrainState(state.step + 1, *new, skipped), value, checks
 
@@ -83,8 +84,8 @@ class Update:
             if not re.search(r"missing \d+ required keyword-only|must be provided", str(error)):
                 raise
             raise MisuseError(
-                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. Take "
-                "a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
+                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. "
+                "Take a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
             ) from error
 
 
