@@ -29,7 +29,7 @@ def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout
     return tuple(layouts)
 
 
-class SharedReducer:
+class HookReducer:
     """Reduces the buckets of a plan, cast to `reduce_dtype`, by one of `unified_ddp.hooks`.
 
     Raises:
@@ -39,7 +39,7 @@ class SharedReducer:
     def __init__(self, hook: SharedHook, plan: BucketPlan, reduce_dtype: Any = None) -> None:
         self._hook = hook
         self._layouts = layouts_of(plan, reduce_dtype)
-        self.initial_states: Sequence[State] = [hook.init(layout) for layout in self._layouts]
+        self.initial_states = [hook.init(layout) for layout in self._layouts]
 
     def reduce(self, index: int, storage: jax.Array, state: State, axes: tuple[str, ...]) -> tuple[jax.Array, State]:
         """Returns the reduced bucket, and the new state typed as varying over the axes."""

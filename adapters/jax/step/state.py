@@ -119,5 +119,5 @@ class StepResults:
     grads: Any
     buffers: Any
     hook_state: Any
-    checks: dict[str, Any]
+    checks: Any
     bad: Any

@@ -108,10 +108,11 @@ def _require_own(have: Any, want: Any) -> None:
                 f"the state that the step was given is not of its optimizer and trained parameters: opt_state{path} is "
                 f"{held.get(path, 'absent')}, where the optimizer has {needed.get(path, 'nothing')}. {remedy}"
             )
-    if jax.tree.structure(have) != jax.tree.structure(want):  # type: ignore[operator]
+    built, needs = str(jax.tree.structure(have)), str(jax.tree.structure(want))
+    if built != needs:
         raise MisuseError(
-            f"the state that the step was given is not of its optimizer: opt_state is built as "
-            f"{jax.tree.structure(have)}, and the optimizer's as {jax.tree.structure(want)}. {remedy}"
+            f"the state that the step was given is not of its optimizer: opt_state is built as {built}, and the "
+            f"optimizer's as {needs}. {remedy}"
         )
 
 
