@@ -32,6 +32,9 @@ class DoneWork:
 
     __call__ = wait
 
+    def is_completed(self) -> bool:
+        return True
+
     def result(self) -> list[torch.Tensor]:
         return self.results
 
