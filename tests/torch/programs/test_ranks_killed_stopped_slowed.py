@@ -58,7 +58,7 @@ def step(rank: int, world_size: int, where: str, victim: int, work: float, group
 
 
 def after(ready: Path, act: Callable[[], None]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     act()
