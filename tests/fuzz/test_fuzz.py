@@ -24,4 +24,6 @@ def drawn() -> list[Program]:
 def test_program(world: Callable[[int], Any], number: int) -> None:
     program = drawn()[number]
     said = judge(program, world(program["ranks"]))
-    assert said is None, f"program {number} of seed {SEED}: {said}\nPYTHONPATH=tests python -m fuzz --program '{program}'"
+    assert said is None, (
+        f"program {number} of seed {SEED}: {said}\nPYTHONPATH=tests python -m fuzz --program '{program}'"
+    )
