@@ -187,7 +187,7 @@ class WrappedModule(TorchDDP):
         self._replace_reducer()
 
     def _send_what_differs(self) -> None:
-        """Sends what differs of rank 0's state. The rest is not written, so graphs that have saved it can still be run."""
+        """Sends what differs of rank 0's state; graphs that have saved the rest can still be run."""
         buffers = self.module.named_buffers() if self.options.sync_buffers_at_construction else ()
         state = {n: t for n, t in (*self.module.named_parameters(), *buffers) if n not in self.parameters_to_ignore}
         with torch.no_grad(), self._progress.waiting(_CONSTRUCTION, "the sync of a module that was changed"):

@@ -1,5 +1,6 @@
 """`python -m soak [--steps N]`: memory, step time, file descriptors and threads over many steps on two ranks."""
 
+import itertools
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ def main(
         grown = (memory[-1] - memory[0]) / MIB
         bad |= grown > 1 or result["before"] != result["after"]
         print(f"rank {rank}, {steps} steps: memory after warm-up {memory[0] / MIB:.1f} MiB, grown by {grown:+.2f} MiB")
-        print(f"  growth by window, KiB: {[(b - a) // 1024 for a, b in zip(memory, memory[1:], strict=False)]}")
+        print(f"  growth by window, KiB: {[(b - a) // 1024 for a, b in itertools.pairwise(memory)]}")
         early, late = seconds[0] * 1e3, seconds[-1] * 1e3
         print(
             f"  median step, first window {early:.3f} ms, last {late:.3f} ms; all {[f'{s * 1e3:.2f}' for s in seconds]}"

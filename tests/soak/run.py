@@ -50,6 +50,15 @@ def soak(rank: int, world_size: int, steps: int, warm_up: int) -> dict[str, Any]
 def train(steps: int, warm_up: int) -> tuple[list[int], list[float]]:
     """Returns resident memory and the median step in seconds after each tenth of the steps that follow the warm-up."""
     group = dist.new_group(timeout=datetime.timedelta(minutes=2))
+    try:
+        return windows(group, steps, warm_up)
+    finally:
+        gc.collect()
+        dist.destroy_process_group(group)
+
+
+def windows(group: dist.ProcessGroup, steps: int, warm_up: int) -> tuple[list[int], list[float]]:
+    """What `train` returns; the wrapper is gone when this has returned."""
     ddp = DistributedDataParallel(ConvNet(), process_group=group, bucket_cap_mb=0.001, check_replicas_every=100)
     ddp.register_comm_hook(HookState(AllReduce(), group), shared_hook)
     ddp.register_post_reduction_hook(lambda name, param: None)
@@ -72,7 +81,4 @@ def train(steps: int, warm_up: int) -> tuple[list[int], list[float]]:
         seconds.append(window[len(window) // 2] if window else 0.0)
         gc.collect()
         memory.append(resident())
-    del ddp, step, optimizer
-    gc.collect()
-    dist.destroy_process_group(group)
     return memory, seconds

@@ -1,4 +1,4 @@
-"""What is left of a wrapper and its group after a few hundred steps; `make soak` runs thousands, and looks at memory."""
+"""What is left of a wrapper and its group after a few hundred steps; `make soak` runs thousands."""
 
 from collections.abc import Callable
 from typing import Any
