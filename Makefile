@@ -18,10 +18,11 @@ OLDEST_VENV := build/oldest
 OLDEST_TORCH := $(shell sed -n 's/^torch = \["torch>=\(.*\)"\]/\1/p' pyproject.toml)
 OLDEST_INDEX ?=
 CONFORMANCE_ARGS ?=
+FUZZ_ARGS ?=
 # mypy wants a package in one folder: this one shows it the package as it is installed, with the stub of the native module.
 TYPED := build/typed
 
-.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs conformance test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs fuzz soak conformance test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
@@ -31,6 +32,8 @@ help:
 	@echo "make test-faults runs the table of programs in which DDP is known to go wrong; compare-faults torch's class too"
 	@echo "make test-oldest runs the README's example and the table of test-faults with torch $(OLDEST_TORCH), in a venv of its own"
 	@echo "make test-random-pairs compares 200 random right pairs of torch and JAX models, none of which may be called wrong"
+	@echo "make fuzz      runs 500 random programs on real ranks; FUZZ_ARGS='--seed 3' or '--program ...' replays"
+	@echo "make soak      runs 10,000 steps on two ranks and looks at memory, step time, file descriptors and threads"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
 	@echo "make lint      checks style and types; make format rewrites what it can"
 	@echo "make sanitize  runs the native core's tests under address and undefined-behaviour sanitizers"
@@ -71,6 +74,12 @@ test-random-pairs: $(STAMP)
 compare-faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults
 	PYTHONPATH=tests $(BIN)/python -m faults --torch
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
+
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m soak
 
 # What torch's class of that version reads of a wrapper must be there, too. Ranks run on CPUs.
 test-oldest:

@@ -25,5 +25,5 @@ def test_program(world: Callable[[int], Any], number: int) -> None:
     program = drawn()[number]
     said = judge(program, world(program["ranks"]))
     assert said is None, (
-        f"program {number} of seed {SEED}: {said}\nPYTHONPATH=tests python -m fuzz --program '{program}'"
+        f'program {number} of seed {SEED}: {said}\nPYTHONPATH=tests python -m fuzz --program "{program}"'
     )

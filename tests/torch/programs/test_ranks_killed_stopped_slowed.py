@@ -25,7 +25,7 @@ FOREVER = 1e6
 
 
 def step(rank: int, world_size: int, where: str, victim: int, work: float, group_timeout: float, ready: str) -> Any:
-    """Two ordinary steps, then one in which the victim says that it is `ready` and works on; returns what came of it."""
+    """Two ordinary steps, then one in which the victim says that it is `ready` and works on."""
     DistributedDataParallel(MLP())(torch.randn(4, 8)).sum().backward()  # what is loaded once takes long, not in step
     dist.barrier()
     group = dist.new_group(timeout=datetime.timedelta(seconds=group_timeout))
@@ -58,7 +58,7 @@ def step(rank: int, world_size: int, where: str, victim: int, work: float, group
 
 
 def after(ready: Path, act: Callable[[], None]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     act()
