@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.module.broadcast import broadcast_module
-from unified_ddp.torch.module.replicas import check_replicas, differing
+from unified_ddp.torch.module.replicas import are_equal, check_replicas
 from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
@@ -123,8 +123,8 @@ class WrappedModule(TorchDDP):
         with self._progress.waiting(_CONSTRUCTION, "the broadcast of rank 0's state"):
             self._send_module(source=0, buffers=self.options.sync_buffers_at_construction)
 
-    def _send_module(self, source: int, buffers: bool, equal: Set[str] = frozenset()) -> None:
-        ignored, size = self.parameters_to_ignore | equal, self.broadcast_bucket_size
+    def _send_module(self, source: int, buffers: bool) -> None:
+        ignored, size = self.parameters_to_ignore, self.broadcast_bucket_size
         broadcast_module(self.process_group, self.module, ignored, size, source, buffers)
 
     def _make_reducer(self) -> None:
@@ -183,17 +183,16 @@ class WrappedModule(TorchDDP):
         self._assign_modules_buffers()
         if self.options.init_sync:
             self._compare_construction()
-            self._send_what_differs()
+            if not self._is_equal_everywhere():
+                self._broadcast_state()
         self._replace_reducer()
 
-    def _send_what_differs(self) -> None:
-        """Sends what differs of rank 0's state; graphs that have saved the rest can still be run."""
+    def _is_equal_everywhere(self) -> bool:
+        """Whether rank 0's state needs no sending: graphs that have saved parameters could not be run after it."""
         buffers = self.module.named_buffers() if self.options.sync_buffers_at_construction else ()
         state = {n: t for n, t in (*self.module.named_parameters(), *buffers) if n not in self.parameters_to_ignore}
-        with torch.no_grad(), self._progress.waiting(_CONSTRUCTION, "the sync of a module that was changed"):
-            lacking = differing(self._transport, state)
-            if lacking:
-                self._send_module(0, self.options.sync_buffers_at_construction, state.keys() - lacking)
+        with torch.no_grad(), self._progress.waiting(_CONSTRUCTION, "the comparison of parameters"):
+            return are_equal(self._transport, state)
 
     def _follow_module_inside(self) -> None:
         """Makes another reducer for a module that its forward has changed, before the backward pass.

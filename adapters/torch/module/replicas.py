@@ -55,34 +55,32 @@ def _pieces(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(width)
 
 
-def _hashes(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """Returns the tensors' hashes by rank if they differ, else nothing: 8 bytes a rank, and 8 a tensor if they do."""
+def are_equal(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Says, on every rank, whether tensors are equal on all ranks, bit by bit; 8 bytes a rank."""
+    return _differing(transport, tensors) is None
+
+
+def _differing(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Returns the tensors' hashes if these differ between ranks, else None."""
     if not tensors:
-        return []
+        return None
     hashes = torch.stack([h.to(transport.device) for h in map(fingerprint, tensors.values())])
     mine = fingerprint(hashes).item()
-    if len(set(transport.all_gather_ints(int(mine) & (1 << 64) - 1))) == 1:
-        return []
-    return [json.loads(text) for text in transport.all_gather_text(json.dumps(hashes.tolist()))]
-
-
-def differing(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Returns the names of tensors that are not equal on all ranks, bit by bit; all ranks have the same names."""
-    ranks = _hashes(transport, tensors)
-    return {name for name, *hashes in zip(tensors, *ranks, strict=True) if len(set(hashes)) > 1}
+    return None if len(set(transport.all_gather_ints(int(mine) & (1 << 64) - 1))) == 1 else hashes
 
 
 def check_replicas(
     transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor], kind: str = "parameter"
 ) -> None:
-    """Compares tensors, equal in number and names on all ranks.
+    """Compares tensors, equal in number and names on all ranks: 8 bytes a rank, and 8 a tensor only if they differ.
 
     Raises:
         ReplicaMismatchError: on every rank, naming the first tensor that differs and the ranks on each side.
     """
-    ranks = _hashes(transport, tensors)
-    if not ranks:
+    hashes = _differing(transport, tensors)
+    if hashes is None:
         return
+    ranks = [json.loads(text) for text in transport.all_gather_text(json.dumps(hashes.tolist()))]
     if counts := tell_sides([f"{len(r)} {kind}s" for r in ranks]):
         raise ReplicaMismatchError(
             f"the replicas are no longer equal: there are {counts}. Change modules alike on all ranks"
