@@ -244,7 +244,7 @@ def test_what_a_future_may_not_hold(value: Any, alone: bool) -> None:
 
 
 def test_a_hook_that_returns_no_future_is_named() -> None:
-    with pytest.raises(TypeError, match=r"the comm hook MeanHook.* returned Tensor for bucket 2.*; it must return a"):
+    with pytest.raises(TypeError, match=r"MeanHook.* Tensor.* for bucket 2; it must return a torch.futures.Future"):
         CommHook(type("MeanHook", (), {"__call__": lambda self, state, bucket: torch.ones(3)})(), None)(bucket())
 
 
