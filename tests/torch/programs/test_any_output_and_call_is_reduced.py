@@ -210,8 +210,7 @@ def case_compiled(rank: int, world_size: int, options: dict[str, Any], outside: 
     return len(graphs)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["the wrapper", "the module"])
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(("options", "outside"), [({}, True), ({}, False), ({"static_graph": True}, False)], ids=str)
 def test_compiled(world: Callable[[int], Any], options: dict[str, Any], outside: bool) -> None:
     counts = world(2).run(case_compiled, options=options, outside=outside, timeout=150)
     assert min(counts) >= 2

@@ -90,7 +90,8 @@ def test_bits_of_training(world: Callable[[int], Any], model: str, ranks: int) -
         {**dict(zip(FLAGS, flags, strict=True)), "bucket_cap_mb": cap}
         for cap in (None, 0.0005)
         for flags in itertools.product([False, True], repeat=3)
-        if cap is None or sum(flags) <= 1
+        # two ranks show less than three, and run fewer
+        if (ranks == 3 and (cap is None or sum(flags) <= 1)) or (cap is None and sum(flags) != 2)
     ]
     world(ranks).run(case_bits, model=model, combinations=combinations, timeout=250)
 

@@ -239,12 +239,12 @@ def test_what_a_future_may_hold(wrap: Callable[[torch.Tensor], Any], alone: bool
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_a_future_may_not_hold(value: Any, alone: bool) -> None:
     reduction = CommHook(lambda state, bucket: done_future(value), None, alone)(bucket())
-    with pytest.raises(TypeError, match=rf"future holds {type(value).__name__}; it must hold one tensor shaped as"):
+    with pytest.raises(TypeError, match=rf"future.* holds {type(value).__name__}; it must hold one tensor shaped as"):
         reduction.result()
 
 
 def test_a_hook_that_returns_no_future_is_named() -> None:
-    with pytest.raises(TypeError, match=r"the comm hook MeanHook.* returned Tensor for bucket 2; it must return a"):
+    with pytest.raises(TypeError, match=r"MeanHook.* Tensor.* for bucket 2; it must return a torch.futures.Future"):
         CommHook(type("MeanHook", (), {"__call__": lambda self, state, bucket: torch.ones(3)})(), None)(bucket())
 
 
