@@ -19,7 +19,7 @@ def torchs() -> Ops:
 
 def jaxs() -> Ops:
     pytest.importorskip("jax")
-    from unified_ddp.jax.shared_hooks import JaxOps
+    from unified_ddp.jax.comm_hooks.shared import JaxOps
 
     return JaxOps(())
 
