@@ -14,7 +14,11 @@ from unified_ddp.torch.schema import reduced_parameters
 
 
 def watch(module: nn.Module, ignored: Collection[str] = (), casts: bool = False) -> ModuleWatch:
-    return ModuleWatch(module, [p for p, _ in reduced_parameters(module, ignored).values()], ignored, casts)
+    wrapper = nn.Module()
+    wrapper.module = module
+    made = ModuleWatch(wrapper, [p for p, _ in reduced_parameters(module, ignored).values()], ignored, casts)
+    made.kept = wrapper  # watches weakly
+    return made
 
 
 def half_frozen() -> MLP:

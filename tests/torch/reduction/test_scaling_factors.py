@@ -22,7 +22,7 @@ def scaling(name: str, ranks: FakeRanks | None = None, touched: set[int] | None 
     held = [nn.Parameter(torch.ones(2)) for _ in range(params)]
     came = touched if touched is not None else set()
     progress = Progress(ranks, lambda: None)
-    made = SCALINGS[name](ranks, progress, held, LocalGradients(), came.__contains__)
+    made = SCALINGS[name](ranks, progress, held, LocalGradients(), came.__contains__, lambda: None)
     made.handles, made.held = made.register(), held
     return made
 
