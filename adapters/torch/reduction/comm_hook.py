@@ -87,7 +87,7 @@ class FutureReduction:
         if not isinstance(value, torch.Tensor):
             raise self._wrong(type(value).__name__)
         param = self.bucket.parameters()[0]
-        if value.is_complex() and not param.is_complex() or not (value.is_floating_point() or value.is_complex()):
+        if (value.is_complex() and not param.is_complex()) or not (value.is_floating_point() or value.is_complex()):
             raise self._wrong(f"a tensor of dtype {value.dtype} for gradients of {param.dtype}")
         if value.layout != torch.strided and not self.bucket.is_sparse:
             raise self._wrong(f"a tensor of layout {value.layout}")
