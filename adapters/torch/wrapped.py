@@ -117,7 +117,7 @@ class WrappedModule(TorchDDP):
         with self._progress.waiting(_CONSTRUCTION, "the comparison of models"):
             parameters = compared_specs(self.module.named_parameters(), self.parameters_to_ignore)
             buffers = compared_specs(self.module.named_buffers(), self.parameters_to_ignore)
-            check_construction(self._transport, parameters, buffers, options)
+            check_construction(self._transport, parameters, buffers, options, ranks=self._transport.global_ranks)
 
     def _broadcast_state(self) -> None:
         with self._progress.waiting(_CONSTRUCTION, "the broadcast of rank 0's state"):
@@ -172,7 +172,7 @@ class WrappedModule(TorchDDP):
             "static_graph": self.options.static_graph,
         }
         with self._progress.waiting("the first synchronising forward", "the comparison of hooks"):
-            check_construction(self._transport, [], [], options)
+            check_construction(self._transport, [], [], options, ranks=self._transport.global_ranks)
 
     def _follow_module(self) -> None:
         """Makes another reducer for a module that was changed after wrapping, as if it was wrapped now."""

@@ -105,7 +105,7 @@ class FakeBackend:
 class FakeGroup:
     """Two ranks; the other gives the answer that it was told to give."""
 
-    name, rank, world_size = "fake", 0, 2
+    name, rank, world_size, global_ranks = "fake", 0, 2, (0, 1)
 
     def __init__(self) -> None:
         self.other: int | None = None

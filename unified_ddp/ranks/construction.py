@@ -1,5 +1,6 @@
 """The check before anything is broadcast: all ranks were constructed alike, or every rank says where they differ."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ def check_construction(
     buffers: Sequence[ParamSpec],
     options: Mapping[str, Any],
     member: str = "rank",
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Compares what ranks were constructed with: 8 bytes a rank if they agree, names and all only if they do not.
 
@@ -35,6 +37,7 @@ def check_construction(
         buffers: in order.
         options: what else must be equal, JSON-able.
         member: what a rank is called in messages.
+        ranks: which they are among all processes, in the group's order; None means 0, 1, ...
 
     Raises:
         ConstructionMismatchError: on every rank, naming the first difference and the ranks on each side.
@@ -45,8 +48,12 @@ def check_construction(
     if len(set(gathering.all_gather_ints(int.from_bytes(digest, "little")))) == 1:
         return
     told = {"parameters": list(map(_told, parameters)), "buffers": list(map(_told, buffers)), "options": dict(options)}
-    ranks = [json.loads(text) for text in gathering.all_gather_text(json.dumps(told))]
-    raise ConstructionMismatchError(_first_difference(ranks, member))
+    every = [json.loads(text) for text in gathering.all_gather_text(json.dumps(told))]
+    raise ConstructionMismatchError(_first_difference(every, member, functools.partial(_sides, member, ranks)))
+
+
+def _sides(member: str, ranks: Sequence[int] | None, values: Sequence[Any], show: Callable[[Any], str]) -> str:
+    return tell_sides([show(value) for value in values], member, ranks)
 
 
 def _strides(spec: ParamSpec) -> list[int]:
@@ -64,28 +71,26 @@ def _told(spec: ParamSpec) -> dict[str, Any]:
     }
 
 
-def _first_difference(ranks: list[dict[str, Any]], member: str) -> str:
+def _first_difference(ranks: list[dict[str, Any]], member: str, sides: Callable[..., str]) -> str:
     """Returns the message for what was told, by rank, and is not all equal."""
     many = f"{member}{'es' if member.endswith('s') else 's'}"
     for kind in ("parameters", "buffers"):
-        found = _difference_in_tensors(kind, [r[kind] for r in ranks], member, many)
+        found = _difference_in_tensors(kind, [r[kind] for r in ranks], member, many, sides)
         if found:
             return found
     for name in sorted({name for r in ranks for name in r["options"]}):
-        sides = tell_sides([repr(r["options"].get(name)) for r in ranks], member)
-        if sides:
+        if found := sides([r["options"].get(name) for r in ranks], repr):
             return (
-                f"{many} were constructed with different options: {name} is {sides}. Pass the same on every {member}."
+                f"{many} were constructed with different options: {name} is {found}. Pass the same on every {member}."
             )
     raise AssertionError("the descriptions are equal")
 
 
-def _difference_in_tensors(kind: str, ranks: list[list[dict[str, Any]]], member: str, many: str) -> str | None:
+def _difference_in_tensors(
+    kind: str, ranks: list[list[dict[str, Any]]], member: str, many: str, sides: Callable[..., str]
+) -> str | None:
     one = kind.removesuffix("s")
     remedy = f"Build the same model on every {member}; nothing was broadcast."
-
-    def sides(values: list[Any], show: Callable[[Any], str]) -> str:
-        return tell_sides([show(value) for value in values], member)
 
     for position in range(max(map(len, ranks))):
         here = [r[position] if position < len(r) else None for r in ranks]
@@ -95,6 +100,6 @@ def _difference_in_tensors(kind: str, ranks: list[list[dict[str, Any]]], member:
             return f"{many} hold different {kind}: {one} number {position} is {found}.{count} {remedy}"
         first = next(t for t in here if t is not None)
         for field in (f for f in first if f != "name"):
-            if found := sides(here, lambda t, field=field: f"{t[field]}"):  # type: ignore[misc]
+            if found := sides(here, lambda t, field=field: f"{t[field]}"):
                 return f"{many} hold different {kind}: the {field} of {one} {first['name']!r} is {found}. {remedy}"
     return None

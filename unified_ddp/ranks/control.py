@@ -153,7 +153,7 @@ class Control:
         with self._progress.waiting(phase, detail):
             rows = answers.result()
         if any(row[:1] + row[3:] != rows[0][:1] + rows[0][3:] for row in rows):
-            raise _difference(rows)
+            raise _difference(rows, self._progress.global_ranks)
 
     def agree(self, passes: int, launched: int) -> None:
         """Makes sure that all ranks gave up the same pass at the same point.
@@ -174,7 +174,8 @@ class Control:
         with self._progress.waiting(phase, detail):
             every = self._progress.gather(passes << 32 | launched)
         if len(set(every)) > 1:
-            raise _different_points([(value >> 32, value & 0xFFFFFFFF) for value in every])
+            points = [(value >> 32, value & 0xFFFFFFFF) for value in every]
+            raise _different_points(points, self._progress.global_ranks)
 
     def _connected(self) -> Plane | None:
         if not self._is_connected:
@@ -189,22 +190,26 @@ class Control:
         self._pending = None
 
 
-def _different_points(points: Sequence[tuple[int, int]]) -> ReductionError:
-    told = "; ".join(f"rank {r}: pass {number} after {buckets} buckets" for r, (number, buckets) in enumerate(points))
+def _different_points(points: Sequence[tuple[int, int]], ranks: Sequence[int]) -> ReductionError:
+    lines = [f"pass {number} after {buckets} buckets" for number, buckets in points]
+    told = "; ".join(f"rank {rank}: {line}" for rank, line in zip(ranks, lines, strict=True))
     return ReductionError(
         "an exception ended synchronising backward passes at different points of the ranks, so that their gradients no "
         f"longer match: {told}. Start again from a checkpoint"
     )
 
 
-def _difference(rows: list[list[int]]) -> ReductionError:
+def _difference(rows: list[list[int]], ranks: Sequence[int]) -> ReductionError:
     steps = [Step(Event(row[3]), row[4], row[5], row[6], Does(row[7]), row[8]) for row in rows]
     if all(step.event is Event.AFTER_EXCEPTION for step in steps):
-        return _different_points([(step.passes, step.repeat) for step in steps])
+        return _different_points([(step.passes, step.repeat) for step in steps], ranks)
     wrappers = [f" of wrapper {row[0]} on these ranks" if row[0] != rows[0][0] else "" for row in rows]
     texts = [step.text() + wrapper for step, wrapper in zip(steps, wrappers, strict=True)]
-    sides = tell_sides(texts) or tell_sides([f"buckets of plan {step.plan:016x}" for step in steps])
-    counts = "; ".join(f"rank {r}: {row[1]} synchronising, {row[2]} under no_sync" for r, row in enumerate(rows))
+    plans = [f"buckets of plan {step.plan:016x}" for step in steps]
+    sides = tell_sides(texts, ranks=ranks) or tell_sides(plans, ranks=ranks)
+    counts = "; ".join(
+        f"rank {rank}: {row[1]} synchronising, {row[2]} under no_sync" for rank, row in zip(ranks, rows, strict=True)
+    )
     return OutOfStepError(
         f"ranks are out of step, and nothing of this step was communicated. Next comes {sides}. Forwards so far: "
         f"{counts}. Every rank must run the same forwards that communicate and the same synchronising backward passes: "

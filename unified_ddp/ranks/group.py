@@ -1,5 +1,6 @@
 """What the core needs of the ranks that train together. Adapters implement it, over torch.distributed or JAX."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -22,7 +23,11 @@ class Group(Gathering, Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's rank, from 0."""
+        """This process's rank in the group, from 0."""
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """Which ranks these are among all processes, in the group's order: what errors call them."""
 
     @property
     def world_size(self) -> int:

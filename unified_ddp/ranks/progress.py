@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from unified_ddp.errors import CommHookError, ReductionError, UnifiedDDPError
@@ -64,6 +64,16 @@ class Progress:
         """Number of ranks."""
         return self._group.world_size
 
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """Which ranks these are among all processes: what errors call them."""
+        return self._group.global_ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all processes."""
+        return self._group.global_ranks[self._group.rank]
+
     def gather(self, value: int) -> list[int]:
         """Returns every rank's `value`, over the ranks' own connections."""
         return self._group.all_gather_ints(value)
@@ -77,7 +87,8 @@ class Progress:
         phase = f"the check of used parameters in {self.forward_name}"
         self.leave_sign(phase, "before anything was exchanged", error)
         lines = []
-        for rank, sign in self.other_signs().items():
+        for member, sign in self.other_signs().items():
+            rank = self.global_ranks[member]
             if sign is not None and sign.phase == phase:
                 lines += [line for line in sign.error.splitlines() if f"grad for rank {rank}: " in line][-1:]
             else:
@@ -106,7 +117,7 @@ class Progress:
         call = self._roll_call()
         for rank, sign in ((call.look() if call is not None else None) or {}).items():
             if sign is not None and sign.phase == self._exception_phase and sign.at >= self._since:
-                raise RuntimeError(f"rank {rank} raised {sign.error}")
+                raise RuntimeError(f"rank {self.global_ranks[rank]} raised {sign.error}")
 
     @property
     def is_leaving(self) -> bool:
@@ -140,7 +151,7 @@ class Progress:
         sign = self.leave_sign(phase, detail, error)
         call = self._roll_call()
         if call is None:
-            return ReductionError(f"{phase}, {detail}, failed on rank {self._group.rank}: {error}")
+            return ReductionError(f"{phase}, {detail}, failed on rank {self.global_rank}: {error}")
         return ReductionError(call.explain(sign, call.read(self._since)))
 
     @contextmanager
@@ -157,8 +168,7 @@ class Progress:
 
     def _roll_call(self) -> RollCall | None:
         store = self._store() if self._group.world_size > 1 else None
-        return (
-            None
-            if store is None
-            else RollCall(store, self._group.rank, self._group.world_size, f"wrapper {self.wrapper}")
-        )
+        if store is None:
+            return None
+        group, name = self._group, f"wrapper {self.wrapper}"
+        return RollCall(store, group.rank, group.world_size, name, ranks=group.global_ranks)

@@ -6,7 +6,7 @@ wait fails therefore leaves a sign of where it is, and reads the others'. Nothin
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -57,6 +57,7 @@ class RollCall:
         name: of the wrapper, the same on every rank.
         grace: seconds to wait for the others' signs.
         sleep: waits between two looks; for tests.
+        ranks: which they are among all processes, in the group's order: what errors call them; None means 0, 1, ...
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RollCall:
         name: str,
         grace: float = GRACE_SECONDS,
         sleep: Callable[[float], None] = time.sleep,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -74,6 +76,7 @@ class RollCall:
         self._prefix = f"unified_ddp/roll_call/{name}"
         self._grace = grace
         self._sleep = sleep
+        self._ranks = range(world_size) if ranks is None else ranks
 
     def leave(self, sign: Sign) -> None:
         """Leaves this rank's sign; a store that cannot be reached any more is no further error."""
@@ -109,7 +112,8 @@ class RollCall:
 
     def explain(self, mine: Sign, signs: dict[int, Sign | None] | None) -> str:
         """Returns the message: what failed on this rank, which ranks did not arrive, and what each is known to do."""
-        lines = [f"rank {self._rank} was here {mine.state}: {mine.error}"]
+        here = f"rank {self._ranks[self._rank]}"
+        lines = [f"{here} was here {mine.state}: {mine.error}"]
         if signs is None:
             why = "; which rank did not arrive is not known"
             lines.append(
@@ -117,15 +121,15 @@ class RollCall:
                 "rank 0 or the launcher, has probably died or ended"
             )
         else:
-            away = [r for r, sign in signs.items() if sign is None or sign.phase != mine.phase]
+            away = [self._ranks[r] for r, sign in signs.items() if sign is None or sign.phase != mine.phase]
             why = f", and {ranks_text(away)} did not arrive there" if away else ", though every rank arrived there"
-            lines += [self._describe(rank, sign, mine) for rank, sign in signs.items()]
+            lines += [self._describe(self._ranks[rank], sign, mine) for rank, sign in signs.items()]
         lines.append(
             "Every rank must run the same synchronising forwards and backward passes: look for an exception, a skipped "
             "step, no_sync on some ranks only, a shorter data set (see join), or work longer than the timeout on the "
             "ranks named. Gradients of this pass are not reduced; start again from a checkpoint"
         )
-        return "\n".join([f"{mine.phase}, {mine.detail}, failed on rank {self._rank}{why}.", *lines])
+        return "\n".join([f"{mine.phase}, {mine.detail}, failed on {here}{why}.", *lines])
 
     def _describe(self, rank: int, sign: Sign | None, mine: Sign) -> str:
         if sign is None:

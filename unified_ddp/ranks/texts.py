@@ -21,11 +21,17 @@ def shortened(names: Sequence[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def tell_sides(values: Sequence[str], member: str = "rank") -> str:
-    """Returns "this on rank 0, that on ranks 1, 2" for values by rank; empty if they are all equal."""
-    ranks = defaultdict(list)
-    for rank, value in enumerate(values):
-        ranks[value].append(rank)
-    if len(ranks) == 1:
+def tell_sides(values: Sequence[str], member: str = "rank", ranks: Sequence[int] | None = None) -> str:
+    """Returns "this on rank 0, that on ranks 1, 2" for values by rank; empty if they are all equal.
+
+    Args:
+        values: in the order of the group.
+        member: what a rank is called.
+        ranks: which they are among all processes; None means 0, 1, ...
+    """
+    sides = defaultdict(list)
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        sides[value].append(rank)
+    if len(sides) == 1:
         return ""
-    return ", ".join(f"{value} on {ranks_text(r, member)}" for value, r in ranks.items())
+    return ", ".join(f"{value} on {ranks_text(r, member)}" for value, r in sides.items())

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -81,17 +81,17 @@ def check_replicas(
     if hashes is None:
         return
     ranks = [json.loads(text) for text in transport.all_gather_text(json.dumps(hashes.tolist()))]
-    if counts := tell_sides([f"{len(r)} {kind}s" for r in ranks]):
+    if counts := tell_sides([f"{len(r)} {kind}s" for r in ranks], ranks=transport.global_ranks):
         raise ReplicaMismatchError(
             f"the replicas are no longer equal: there are {counts}. Change modules alike on all ranks"
         )
-    raise ReplicaMismatchError(_difference(list(tensors), ranks, kind))
+    raise ReplicaMismatchError(_difference(list(tensors), ranks, kind, transport.global_ranks))
 
 
-def _difference(names: list[str], ranks: list[list[int]], kind: str) -> str:
+def _difference(names: list[str], ranks: list[list[int]], kind: str, numbers: Sequence[int]) -> str:
     differing = [i for i in range(len(names)) if len({r[i] for r in ranks}) > 1]
     first = differing[0]
-    sides = tell_sides([f"{r[first] & (1 << 64) - 1:016x}" for r in ranks])
+    sides = tell_sides([f"{r[first] & (1 << 64) - 1:016x}" for r in ranks], ranks=numbers)
     return (
         f"the replicas are no longer equal: {kind} {names[first]!r} differs between ranks, its fingerprint is "
         f"{sides}; {len(differing)} of {len(names)} {kind}s differ. Something changed it on some ranks only: an "

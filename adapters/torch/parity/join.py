@@ -23,7 +23,7 @@ class DDPJoinHook(JoinHook):
         """Shadows one forward and backward pass, collective by collective."""
         ddp = self.ddp
         reducer = ddp.reducer
-        reducer.usage.next_iteration(reducer.transport.rank)
+        reducer.usage.next_iteration(reducer.progress.global_rank)
         reducer.rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)

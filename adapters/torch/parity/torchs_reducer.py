@@ -30,7 +30,7 @@ class TorchsReducer(GradientReducer):
         return self.rebuild_buckets()
 
     def _check_reducer_finalized(self) -> None:
-        self.usage.require_covered(self.transport.rank)
+        self.usage.require_covered(self.progress.global_rank)
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Returns on how many ranks each parameter was used in the last backward pass that asked; int32."""

@@ -65,12 +65,12 @@ class CheckedBackend(TorchBackend):
             for position, param in enumerate(current.plan.buckets[bucket].params)
         ]
         every = self.transport.all_gather_text(next(filter(None, differences), ""))
-        ranks = [rank for rank, text in enumerate(every) if text]
-        if ranks:
+        told = {rank: text for rank, text in zip(self.transport.global_ranks, every, strict=True) if text}
+        if told:
             raise ReductionError(
                 f"in {self.progress.pass_name}, bucket {bucket}, reduced gradients differ from the sum of the ranks' "
-                f"local ones on {ranks_text(ranks)}: {every[ranks[0]]}. Do not step the optimizer: something changes "
-                "gradients, or the memory that they are reduced in, during the backward pass"
+                f"local ones on {ranks_text(list(told))}: {next(iter(told.values()))}. Do not step the optimizer: "
+                "something changes gradients, or the memory that they are reduced in, during the backward pass"
             )
 
     def _difference(self, param: int, dtype: torch.dtype, is_reduced: bool) -> str:

@@ -162,7 +162,7 @@ class GradientReducer:
         """
         self.sync_said = None
         try:
-            self.usage.next_iteration(self.transport.rank)
+            self.usage.next_iteration(self.progress.global_rank)
         except UnusedParameterError as error:
             raise UnusedParameterError(f"{error}{self.progress.unused_elsewhere(error)}") from None
         self.scaling.next_iteration()

@@ -236,7 +236,8 @@ class WeightedScaling(MeanScaling):
         Raises:
             ReductionError: on all ranks, if some rank has no weight, or all are 0.
         """
-        missing = [rank for rank, weight in enumerate(weights) if math.isnan(weight)]
+        ranks = self._transport.global_ranks
+        missing = [rank for rank, weight in zip(ranks, weights, strict=True) if math.isnan(weight)]
         if missing:
             raise ReductionError(
                 f"no weight was set for this iteration on {ranks_text(missing)}, so nothing was reduced. "

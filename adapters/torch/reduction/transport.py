@@ -47,6 +47,14 @@ class ProcessGroupTransport:
         return self.group.rank()
 
     @property
+    def global_ranks(self) -> list[int]:
+        """Which ranks these are among all processes, in the group's order; 0, 1, ... if torch does not know it."""
+        try:
+            return dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError):
+            return list(range(self.world_size))
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.group.size()

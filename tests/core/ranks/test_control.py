@@ -13,7 +13,7 @@ from unified_ddp.ranks.progress import Progress
 class Two:
     """Two ranks, of which the other announces what it was told to."""
 
-    name, rank, world_size = "test of control", 0, 2
+    name, rank, world_size, global_ranks = "test of control", 0, 2, (0, 1)
 
     def __init__(self) -> None:
         self.gathered: list[int] = []

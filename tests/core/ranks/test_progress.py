@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -19,6 +19,7 @@ class Ranks:
     name: str
     rank: int = 0
     world_size: int = 2
+    global_ranks: Sequence[int] = (0, 1)
 
     def all_gather_ints(self, value: int) -> list[int]:
         return [value] * self.world_size
@@ -34,13 +35,15 @@ class Store(dict):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call.RollCall.__init__, "__defaults__", (0.0, lambda _: None))
+    monkeypatch.setattr(roll_call.RollCall.__init__, "__defaults__", (0.0, lambda _: None, None))
 
 
-def in_its_process(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> Progress:
+def in_its_process(
+    monkeypatch: pytest.MonkeyPatch, rank: int, store: Store, global_ranks: Sequence[int] = (0, 1)
+) -> Progress:
     """Each process counts the wrappers of a group on its own."""
     monkeypatch.setattr(progress, "_wrappers", defaultdict(itertools.count))
-    return Progress(Ranks("both", rank), lambda: store)
+    return Progress(Ranks("both", rank, global_ranks=global_ranks), lambda: store)
 
 
 def fail(one: Progress, error: Exception, phase: str = "the sync") -> Exception:
@@ -93,6 +96,18 @@ def test_named_errors_and_other_exceptions_pass_as_they_are() -> None:
     one = Progress(Ranks("named"), lambda: None)
     for error in (MisuseError("not now"), KeyError("x")):
         assert fail(one, error) is error
+
+
+def test_ranks_of_a_part_of_all_processes_are_called_by_their_global_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    first, second = (in_its_process(monkeypatch, rank, store, (3, 7)) for rank in (0, 1))
+    second.raised(ValueError("boom"))
+    with pytest.raises(RuntimeError, match="rank 7 raised ValueError: boom"):
+        first.require_no_exception_elsewhere()
+    assert "failed on rank 7, and rank 3 did not arrive there" in str(fail(second, RuntimeError("no answer")))
+    text = str(fail(first, RuntimeError("no answer")))
+    assert "failed on rank 3, though every rank" in text
+    assert "rank 7 waited for the same" in text
 
 
 def test_a_rank_that_raised_is_met_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
