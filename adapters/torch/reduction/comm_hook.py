@@ -34,7 +34,7 @@ class CommHook:
         if not isinstance(future, torch.futures.Future | torch._C.Future):
             raise CommHookError(
                 f"callback must return a torch.futures.Future object, but got {type(future).__name__}: the comm hook "
-                f"{hook_name(self.hook)} returned it for bucket {bucket.index()}; it must return a torch.futures.Future "
+                f"{hook_name(self.hook)} returned it for bucket {bucket.index()}, instead of a torch.futures.Future "
                 "that holds the reduced tensor"
             )
         return future
