@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from unified_ddp.errors import UnusedParameterError
 from unified_ddp.ranks.control import Does, Event
+from unified_ddp.torch.reduction import autograd
 from unified_ddp.torch.wrapped import WrappedModule
 
 
@@ -39,6 +40,18 @@ class AveragingModule(WrappedModule):
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with autograd.outside_functorch():
+            self._communicate()
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        if self._mixed is not None:
+            self._mixed.lower()
+            inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
+        return inputs, kwargs
+
+    def _communicate(self) -> None:
+        """What a forward does before the module is run, and what it tells and asks other ranks."""
         grads = torch.is_grad_enabled()
         sync = grads and self.require_backward_grad_sync
         with self.reducer.errors_noted():
@@ -64,13 +77,6 @@ class AveragingModule(WrappedModule):
                 self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        if self.device_ids:
-            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        if self._mixed is not None:
-            self._mixed.lower()
-            inputs, kwargs = self._mixed.cast_inputs(inputs, kwargs)
-        return inputs, kwargs
 
     def _communicates(self, sync: bool) -> Does:
         """Returns what a forward communicates beside gradients; the ranks then tell each other."""
@@ -112,11 +118,12 @@ class AveragingModule(WrappedModule):
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if sync and self._watch.changed_inside():
-            self._follow_module_inside()
+        with autograd.outside_functorch():
+            if self._check_sync_bufs_post_fwd():
+                self._sync_buffers()
+            if sync and self._watch.changed_inside():
+                self._follow_module_inside()
         self.require_forward_param_sync = sync
         self.reducer.prepare_for_backward(_find_tensors(output), sync)
         if self._mixed is not None and not torch.is_grad_enabled():

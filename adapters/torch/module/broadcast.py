@@ -19,6 +19,8 @@ def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], bucket_
         bucket_size: most bytes to send at once.
         source: rank in the group.
     """
+    if not tensors:
+        return
     with torch.no_grad():
         detached = [tensor.detach() for tensor in tensors]
         sent = [_as_sent(tensor) for tensor in detached]

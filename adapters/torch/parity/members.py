@@ -20,6 +20,7 @@ from unified_ddp.torch.options import Options
 from unified_ddp.torch.parity.join import DDPJoinHook
 from unified_ddp.torch.parity.logging_data import DDPLogger, module_facts
 from unified_ddp.torch.parity.torchs_reducer import TorchsReducer
+from unified_ddp.torch.reduction.autograd import is_transformed
 from unified_ddp.torch.reduction.comm_hook import CommHook, builtin_hook, hook_name
 
 
@@ -165,7 +166,8 @@ class TorchsMembers(ExtendedModule):
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """Gives all ranks the buffers of one; a backward pass that still needs old values keeps them."""
-        buffers = self.modules_buffers if bufs is None else bufs
+        # `functional_call` may have put tensors of a transformation in their place, which no collective can take.
+        buffers = [b for b in (self.modules_buffers if bufs is None else bufs) if not is_transformed(b)]
         size = self.broadcast_bucket_size if bucket_size is None else bucket_size
         broadcast_buffers(
             self.module,

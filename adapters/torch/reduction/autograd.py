@@ -6,9 +6,11 @@ queued during a backward pass runs when it ends, on the thread that called it, a
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
 
@@ -68,10 +70,15 @@ def _first_leaf(node: Node) -> Node | None:
     return None
 
 
-def in_functorch() -> bool:
-    """Says whether tensors made now belong to a transformation of `torch.func`, and end with it."""
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Encloses what is no part of the transformations of `torch.func` under way: they do not see its tensors."""
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-    return peek() is not None
+    return nullcontext() if peek() is None else temporarily_clear_interpreter_stack()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Says whether the tensor was made inside a transformation of `torch.func`, which it ends with."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def at_backward_start(outputs: Iterable[torch.Tensor], call: Callable[[Any], None]) -> None:

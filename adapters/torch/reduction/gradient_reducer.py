@@ -203,7 +203,7 @@ class GradientReducer:
     @property
     def has_order_to_rebuild(self) -> bool:
         """Whether `rebuild_buckets` would plan anew."""
-        return not (self.rebuilt or self._observed is None or self.usage.varies or autograd.in_functorch())
+        return not (self.rebuilt or self._observed is None or self.usage.varies)
 
     def rebuild_buckets(self) -> bool:
         """Plans the buckets anew in rank 0's observed order, once. Returns whether it did; every rank calls it."""
