@@ -89,7 +89,7 @@ class GradientReducer:
         self._arrivals = Arrivals(self.params, self.core.hook, self._delayed, lowered=mixed is not None)
         self._contexts = distributed_autograd.Contexts(self._arrivals.nodes, weak_call(self._node_ran))
         handles = self._arrivals.handles + self.scaling.register()
-        self.remove_hooks = weakref.finalize(self, _remove, handles)
+        self.remove_hooks = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
         self._now = _Now(weak_call(self._start_at_output))
         self.core.arm()
         _live.add(self)
@@ -395,8 +395,3 @@ def _debug_hint() -> str:
         "\nIn addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to see "
         "more of what the ranks do."
     )
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
