@@ -8,6 +8,7 @@ except ImportError as error:
 from unified_ddp.torch.comm_hooks.shared import HookState, shared_hook
 from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.install import Installation, install
+from unified_ddp.torch.loading import loading
 from unified_ddp.torch.module.sync_batchnorm import SyncBatchNorm
 from unified_ddp.torch.reduction.bucket import GradBucket
 
@@ -18,5 +19,6 @@ __all__ = [
     "Installation",
     "SyncBatchNorm",
     "install",
+    "loading",
     "shared_hook",
 ]

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from unified_ddp.errors import MisuseError
@@ -22,6 +21,7 @@ from unified_ddp.ranks.last_words import follow
 from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
+from unified_ddp.torch.loading import group_to_load, is_default, loading
 from unified_ddp.torch.module.broadcast import broadcast_module
 from unified_ddp.torch.module.replicas import are_equal, check_replicas
 from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
@@ -276,16 +276,23 @@ class WrappedModule(TorchDDP):
 
     # --- pickling and deepcopy
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WrappedModule":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with loading(self.process_group):
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
         attrs = copy.copy(self.__dict__)
         for name in self._left_behind:
             del attrs[name]
-        return attrs
+        return attrs | {"_had_default_group": is_default(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = _get_default_group()
-        nn.Module.__setstate__(self, state)
+        had_default = state.get("_had_default_group", True)
+        self.process_group = group_to_load(had_default)
+        nn.Module.__setstate__(self, {name: value for name, value in state.items() if name != "_had_default_group"})
         self._has_rebuilt_buckets = False
         self._join_group()
         self._make_reducer()

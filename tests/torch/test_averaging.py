@@ -16,7 +16,8 @@ from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from unified_ddp.torch import DistributedDataParallel
+from unified_ddp.errors import MisuseError
+from unified_ddp.torch import DistributedDataParallel, loading
 
 
 def backward(module: torch.nn.Module, x: torch.Tensor) -> None:
@@ -91,12 +92,35 @@ def test_comm_hooks_survive_a_deepcopy(world: Callable[[int], Any]) -> None:
 
 
 def case_other_group(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(MLP(), process_group=dist.new_group())
-    with pytest.raises(RuntimeError, match="default process group"):
-        copy.deepcopy(ddp)
+    """A copy keeps the group; what is pickled is given one when it is loaded, and says so if it is not."""
+    group, other = dist.new_group(), dist.new_group()
+    ddp = DistributedDataParallel(MLP(), process_group=group)
+    ddp.register_comm_hook(None, half)
+    step_and_check(ddp)
+    copied = copy.deepcopy(ddp)
+    assert copied.process_group is group
+    step_and_check(copied)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    with pytest.raises(
+        MisuseError, match=r"a process group of its own.*torch\.loading\(process_group="
+    ):
+        torch.load(file, weights_only=False)
+    file.seek(0)
+    with loading(process_group=other):
+        loaded = torch.load(file, weights_only=False)
+    assert loaded.process_group is other
+    step_and_check(loaded)
+    for name, value in loaded.module.state_dict().items():
+        assert torch.equal(value, ddp.module.state_dict()[name])
 
 
-def test_pickling_needs_the_default_group(world: Callable[[int], Any]) -> None:
+def half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future:
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def test_a_group_of_its_own_is_kept_by_copies_and_given_to_what_is_loaded(world: Callable[[int], Any]) -> None:
     world(2).run(case_other_group)
 
 
