@@ -69,7 +69,9 @@ class AveragingModule(WrappedModule):
             work = Join.notify_join_context(self)
             if work:
                 self.reducer.scaling.divide_by_joined(None if self._divide_by_initial_world_size else work)
-            if sync and self.reducer.rebuild_buckets():
+            # inside `join`, in any forward: a rank without inputs does not know which it shadows
+            may_rebuild = sync or (grads and self._join_config.enable)
+            if may_rebuild and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
         self._before_module(does)
         if Does.SYNCS_BUFFERS in does:
