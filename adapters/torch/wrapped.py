@@ -25,6 +25,7 @@ from unified_ddp.torch.loading import group_to_load, is_default, loading
 from unified_ddp.torch.module.broadcast import broadcast_module
 from unified_ddp.torch.module.replicas import are_equal, check_replicas
 from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
+from unified_ddp.torch.module.wrappable import check_wrappable
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
 from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
@@ -95,6 +96,7 @@ class WrappedModule(TorchDDP):
         self._has_rebuilt_buckets = False
         self._assign_modules_buffers()
         self._join_group()
+        self._check_wrappable()
         if options.init_sync:
             self._compare_construction()
             self._broadcast_state()
@@ -103,6 +105,14 @@ class WrappedModule(TorchDDP):
     def _take_parameters(self, module: nn.Module) -> None:
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         opts.check_parameters(self._module_parameters)
+
+    def _check_wrappable(self) -> None:
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
+        try:
+            check_wrappable({name: tensor for name, tensor in named if name not in self.parameters_to_ignore})
+        except ValueError as error:
+            self._progress.raised(error)
+            raise
 
     def _join_group(self) -> None:
         self._transport = ProcessGroupTransport(self.process_group, self.device)
@@ -180,6 +190,7 @@ class WrappedModule(TorchDDP):
             self._mixed.restore()
         self.parameters_to_ignore = self._watch.ignored_now()
         self._take_parameters(self.module)
+        self._check_wrappable()
         self._assign_modules_buffers()
         if self.options.init_sync:
             self._compare_construction()
@@ -210,6 +221,7 @@ class WrappedModule(TorchDDP):
         self._announce(Event.FORWARD, Does.FOLLOWS_MODULE_AFTER)
         known = self._watch.known
         self._take_parameters(self.module)
+        self._check_wrappable()
         self._assign_modules_buffers()
         if self.options.init_sync:
             self._compare_construction()

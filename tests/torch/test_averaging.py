@@ -103,9 +103,7 @@ def case_other_group(rank: int, world_size: int) -> None:
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
-    with pytest.raises(
-        MisuseError, match=r"a process group of its own.*torch\.loading\(process_group="
-    ):
+    with pytest.raises(MisuseError, match=r"a process group of its own.*torch\.loading\(process_group="):
         torch.load(file, weights_only=False)
     file.seek(0)
     with loading(process_group=other):
