@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unified_ddp import BucketPlan, ParamSpec
-from unified_ddp.cli import _write
+from unified_ddp.cli.verify import _write
 from unified_ddp.equivalence.compare import compare_gradients
 from unified_ddp.equivalence.demo import Side, VerifyConfig, VerifyError, VerifyReport
 from unified_ddp.equivalence.demo.report import plot_losses, report_to_dict, sparkline
