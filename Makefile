@@ -12,11 +12,16 @@ WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Werror
 CPP_FILES = $(wildcard csrc_shared/*.h csrc_shared/*.cc csrc_shared/tests/*.cc)
 PY_DIRS = unified_ddp adapters tests benchmarks $(wildcard examples)
 PYTEST_ARGS ?=
+# The oldest torch that pyproject.toml allows. OLDEST_INDEX may name an index with small builds, as in
+# OLDEST_INDEX='--index-url https://download.pytorch.org/whl/cpu'; PyPI's for Linux bring CUDA along, some gigabytes.
+OLDEST_VENV := build/oldest
+OLDEST_TORCH := $(shell sed -n 's/^torch = \["torch>=\(.*\)"\]/\1/p' pyproject.toml)
+OLDEST_INDEX ?=
 CONFORMANCE_ARGS ?=
-# mypy wants a package in one folder: this one shows it the package as it is installed.
+# mypy wants a package in one folder: this one shows it the package as it is installed, with the stub of the native module.
 TYPED := build/typed
 
-.PHONY: help setup demo test test-jax test-faults test-random-pairs compare-faults conformance test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs conformance test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
@@ -24,6 +29,7 @@ help:
 	@echo "make test-jax  runs the JAX adapter's tests alone, examples included"
 	@echo "make conformance runs PyTorch's own DDP tests on our class; CONFORMANCE_ARGS='--only join' narrows them"
 	@echo "make test-faults runs the table of programs in which DDP is known to go wrong; compare-faults torch's class too"
+	@echo "make test-oldest runs the README's example and the table of test-faults with torch $(OLDEST_TORCH), in a venv of its own"
 	@echo "make test-random-pairs compares 200 random right pairs of torch and JAX models, none of which may be called wrong"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
 	@echo "make lint      checks style and types; make format rewrites what it can"
@@ -66,6 +72,16 @@ compare-faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults
 	PYTHONPATH=tests $(BIN)/python -m faults --torch
 
+# What torch's class of that version reads of a wrapper must be there, too. Ranks run on CPUs.
+test-oldest:
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST_INDEX) torch==$(OLDEST_TORCH)
+	$(OLDEST_VENV)/bin/python -m pip install -q $(BUILD_NEEDS) pytest pytest-timeout hypothesis expecttest
+	PATH="$(CURDIR)/$(OLDEST_VENV)/bin:$$PATH" $(OLDEST_VENV)/bin/python -m pip install -q --no-build-isolation '.[torch]'
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 timeout 120 $(OLDEST_VENV)/bin/python \
+	  -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_quickstart.py
+	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 $(OLDEST_VENV)/bin/python -m pytest tests/faults $(PYTEST_ARGS)
+
 # Installs into $(PYTHON) itself and fetches nothing: a machine with a GPU brings its own torch and jax. A safe path
 # keeps the source folder, which has no native module, from hiding what was installed, in child processes too. JAX takes
 # its GPU, which the other tests keep it from, and no more of the memory than it needs.
@@ -75,14 +91,15 @@ test-gpu:
 	else \
 	  $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index . && \
 	  JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONSAFEPATH=1 \
-	    timeout 300 $(PYTHON) -m pytest -m gpu tests/torch/test_gpu.py $(PYTEST_ARGS); \
+	    timeout 300 $(PYTHON) -m pytest -m gpu tests/torch/programs/test_gpu.py $(PYTEST_ARGS); \
 	fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PY_DIRS)
 	$(BIN)/ruff format --check $(PY_DIRS)
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/unified_ddp
-	ln -s $(CURDIR)/unified_ddp/* $(CURDIR)/adapters/torch $(CURDIR)/adapters/jax $(TYPED)/unified_ddp
+	ln -s $(CURDIR)/unified_ddp/* $(CURDIR)/adapters/torch $(CURDIR)/adapters/jax \
+	  $(CURDIR)/$(VENV)/lib/python3*/site-packages/unified_ddp/_core.pyi $(TYPED)/unified_ddp
 	cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p unified_ddp
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from unified_ddp import ParamSpec, bucket_caps, plan_in_ready_order, plan_to_json, schema_fingerprint
+from unified_ddp import BucketPlan, ParamSpec, bucket_caps, plan_in_ready_order, plan_to_json, schema_fingerprint
+from unified_ddp.passes import Pass, PassKind
+from unified_ddp.ranks.control import Control
+from unified_ddp.ranks.progress import Progress
 from unified_ddp.reducer import Reducer
+from unified_ddp.usage import Usage
 
 PARAMS = 100_000
 HOOKS = 10_000
@@ -19,15 +23,23 @@ TORCH_PARAMS = 2_000
 
 
 class NoBackend:
-    """Packs, reduces and unpacks nothing, so that only the tracker is timed."""
+    """Packs, reduces and unpacks nothing, so that only the tracker and the pass are timed."""
+
+    def begin(self, number: int, kind: PassKind, plan: BucketPlan) -> Pass:
+        return Pass(number, kind, plan)
 
     def result(self) -> None: ...
-    def pack_param(self, param: int) -> None: ...
-    def launch(self, bucket: int) -> "NoBackend":
+    def pack_param(self, current: Pass, param: int) -> None: ...
+    def pack(self, current: Pass, bucket: int) -> None: ...
+    def launch(self, current: Pass, bucket: int) -> "NoBackend":
         return self
 
-    def all_launched(self) -> None: ...
-    def unpack(self, bucket: int, reduced: object) -> None: ...
+    def unpack(self, current: Pass, bucket: int, reduced: object, keep: set[int]) -> None: ...
+    def end(self, current: Pass) -> None: ...
+
+
+class OneRank:
+    name, rank, world_size = "bench", 0, 1
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -65,7 +77,11 @@ def bench_plan(table: Table, repeats: int = 30) -> None:
 
 
 def make_reducer(count: int) -> Reducer:
-    return Reducer(plan_in_ready_order(specs(count), bucket_caps()), NoBackend(), lambda: None)
+    plan = plan_in_ready_order(specs(count), bucket_caps())
+    usage = Usage([p.name for p in plan.params], (), find_unused=False, static=False)
+    progress = Progress(OneRank(), lambda: None)
+    control = Control(lambda: None, progress)
+    return Reducer(plan, NoBackend(), lambda: None, usage=usage, progress=progress, control=control)
 
 
 def bench_hook(table: Table, repeats: int = 50) -> None:
@@ -84,7 +100,7 @@ def bench_hook(table: Table, repeats: int = 50) -> None:
 
     costs: dict[str, list[float]] = {"hook": [], "loop": []}
     for _ in range(repeats):
-        reducer.begin(bytes([1]) * HOOKS)
+        reducer.begin(arrival=bytes([1]) * HOOKS)
         costs["hook"].append(timed(lambda: call_all(hooks)))
         reducer.finish()
         costs["loop"].append(timed(lambda: call_none(hooks)))
@@ -115,7 +131,7 @@ def bench_torch(table: Table, repeats: int = 40) -> None:
     costs: dict[str, list[float]] = {"bare": [], "hooked": []}
     for _ in range(repeats):
         costs["bare"].append(backward(bare))
-        reducer.begin(bytes([1]) * TORCH_PARAMS)
+        reducer.begin(arrival=bytes([1]) * TORCH_PARAMS)
         costs["hooked"].append(backward(hooked))
         reducer.finish()
     difference = [b - a for a, b in zip(costs["bare"], costs["hooked"], strict=True)]

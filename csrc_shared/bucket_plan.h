@@ -138,8 +138,7 @@ class BucketPlan {
   // `buckets` holds indices into `params`; every parameter stands in exactly one bucket.
   BucketPlan(Params params, std::vector<Assignment> buckets) : params_(std::move(params)) {
     require_unique_names(params_);
-    constexpr auto kNone = std::numeric_limits<std::uint32_t>::max();
-    bucket_of_.assign(params_.size(), kNone);
+    std::vector<bool> placed(params_.size(), false);
     buckets_.reserve(buckets.size());
     for (Assignment& assignment : buckets) {
       if (assignment.params.empty()) throw PlanError("a bucket is empty; leave it out");
@@ -147,22 +146,21 @@ class BucketPlan {
         if (index >= params_.size())
           throw PlanError("a bucket names parameter number " + std::to_string(index) + " of " +
                           std::to_string(params_.size()));
-        if (bucket_of_[index] != kNone)
+        if (placed[index])
           throw PlanError("parameter '" + params_[index]->name() +
                           "' stands in two places of the plan; one bucket must hold it");
-        bucket_of_[index] = static_cast<std::uint32_t>(buckets_.size());
+        placed[index] = true;
       }
       buckets_.push_back(std::make_shared<const BucketSpec>(params_, std::move(assignment)));
     }
-    auto missing = std::find(bucket_of_.begin(), bucket_of_.end(), kNone);
-    if (missing != bucket_of_.end())
-      throw PlanError("parameter '" + params_[static_cast<std::size_t>(missing - bucket_of_.begin())]->name() +
+    auto missing = std::find(placed.begin(), placed.end(), false);
+    if (missing != placed.end())
+      throw PlanError("parameter '" + params_[static_cast<std::size_t>(missing - placed.begin())]->name() +
                       "' stands in no bucket; every parameter must be reduced");
   }
 
   const Params& params() const { return params_; }
   const std::vector<std::shared_ptr<const BucketSpec>>& buckets() const { return buckets_; }
-  const std::vector<std::uint32_t>& bucket_of() const { return bucket_of_; }
 
   // Parameters in order of storage, bucket by bucket: two plans agree if and only if they reduce the same
   // parameters in the same order and places.
@@ -187,7 +185,6 @@ class BucketPlan {
  private:
   Params params_;
   std::vector<std::shared_ptr<const BucketSpec>> buckets_;
-  std::vector<std::uint32_t> bucket_of_;
 };
 
 }  // namespace unified_ddp

@@ -26,13 +26,6 @@ namespace unified_ddp {
 
 enum class Phase : std::uint8_t { idle, armed, active };
 
-// What is known at the start of a backward pass of one parameter's gradient.
-enum class Arrival : std::uint8_t {
-  unknown = 0,  // may come, more than once, or not at all: its bucket waits for flush()
-  once = 1,     // comes exactly once: its bucket counts on it
-  never = 2,    // does not come, or the pass fails: its bucket does not wait for it
-};
-
 class Readiness {
  public:
   struct Callbacks {
@@ -47,7 +40,7 @@ class Readiness {
       : names_(std::move(names)),
         eager_(std::move(eager)),
         callbacks_(std::move(callbacks)),
-        arrival_(names_.size(), Arrival::unknown),
+        once_(names_.size(), false),
         seen_(names_.size(), false),
         touched_(names_.size(), false) {
     if (eager_.size() != names_.size())
@@ -76,8 +69,6 @@ class Readiness {
 
   Phase phase() const { return phase_; }
   std::size_t size() const { return names_.size(); }
-  std::size_t launched() const { return next_; }
-  bool failed() const { return failed_; }
   const std::string& name(std::uint32_t index) const { return names_[check(index)]; }
   bool touched(std::uint32_t index) const { return touched_[check(index)]; }  // since the last end()
   bool seen(std::uint32_t index) const { return seen_[check(index)]; }        // in this backward pass
@@ -98,20 +89,19 @@ class Readiness {
   // Number of parameters whose gradients came in this backward pass.
   std::size_t seen_count() const { return order_.size(); }
 
-  // Starts one synchronising backward pass. `arrival` has one entry a parameter, or is empty: all unknown.
-  void begin(const std::vector<Arrival>& arrival) {
+  // Starts one synchronising backward pass. `once` says by parameter whether its gradient comes exactly once, so that
+  // its bucket counts on it; otherwise it may come any number of times, and the bucket waits for flush(). Empty: none.
+  void begin(std::vector<bool> once) {
     if (phase_ == Phase::active)
       throw ReadinessError("a backward pass is being reduced already; end or abort it before the next begins");
-    if (!arrival.empty() && arrival.size() != names_.size())
-      throw ReadinessError("begin() was told of " + std::to_string(arrival.size()) + " parameters, but there are " +
+    if (!once.empty() && once.size() != names_.size())
+      throw ReadinessError("begin() was told of " + std::to_string(once.size()) + " parameters, but there are " +
                            std::to_string(names_.size()));
     clear();
     phase_ = Phase::active;
-    for (std::size_t i = 0; i < names_.size(); ++i) {
-      arrival_[i] = arrival.empty() ? Arrival::unknown : arrival[i];
-      if (arrival_[i] != Arrival::never) ++pending_[bucket_of_[i]];
-    }
-    advance();
+    once_ = std::move(once);
+    once_.resize(names_.size());
+    for (std::uint32_t bucket : bucket_of_) ++pending_[bucket];
   }
 
   // A gradient has been accumulated. The hot path: one call a parameter and backward pass.
@@ -121,15 +111,14 @@ class Readiness {
     if (phase_ != Phase::active || failed_) return;
     std::uint32_t bucket = bucket_of_[index];
     bool first = !seen_[index];
-    if (arrival_[index] == Arrival::never) refuse_unexpected(index);
     if (bucket < next_) refuse_late(index, "its bucket was launched");
     // Its packed gradient would lack what comes now; packing again would scale the first part twice.
-    if (!first && eager_[index] && arrival_[index] == Arrival::once) refuse_late(index, "it was packed");
+    if (!first && eager_[index] && once_[index]) refuse_late(index, "it was packed");
     if (first) {
       seen_[index] = true;
       order_.push_back(index);
     }
-    if (arrival_[index] != Arrival::once || !first) return;
+    if (!once_[index] || !first) return;
     if (eager_[index]) {
       std::uint64_t pass = pass_;
       call([&] { callbacks_.param(index); });
@@ -178,13 +167,6 @@ class Readiness {
         "parameter '" + names_[index] + "' got another gradient after " + after +
         ", so that gradient would be lost. It is reached both by the outer graph and by a reentrant backward pass; "
         "use torch.utils.checkpoint(use_reentrant=False)");
-  }
-
-  [[noreturn]] void refuse_unexpected(std::uint32_t index) {
-    failed_ = true;
-    throw ReadinessError("Your training graph has changed in this iteration: parameter '" + names_[index] +
-                         "' was unused in the first iteration and has a gradient now, so this gradient would not be "
-                         "reduced. This is not compatible with static_graph=True; leave it out");
   }
 
   void start() {
@@ -243,7 +225,7 @@ class Readiness {
   std::vector<bool> eager_;
   Callbacks callbacks_;
   std::vector<std::uint32_t> bucket_of_;
-  std::vector<Arrival> arrival_;
+  std::vector<bool> once_;
   std::vector<bool> seen_;
   std::vector<bool> touched_;
   std::vector<std::uint32_t> pending_;

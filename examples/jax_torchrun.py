@@ -17,7 +17,7 @@ rank, size = jax.process_index(), jax.process_count()
 params = {"w": jnp.full(3, float(rank)), "b": jnp.zeros(())}  # all processes start from those of process 0
 
 
-def loss_fn(params, batch):  # one loss for each example, as weights are passed
+def loss_fn(params, batch):  # one loss for each example, as rows have a weight
     return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
 
 
@@ -29,6 +29,6 @@ for epoch in range(20):
     order = np.random.default_rng(epoch).permutation(100)
     for start in range(0, 100, 32):  # 32, 32, 32 and 4 examples over all processes
         mine = order[start : start + 32][rank::size]
-        batch, weights = pad_batch({name: value[mine] for name, value in rows.items()}, 32 // size)
-        state, loss = step(state, batch, weights=weights)
+        batch, weight = pad_batch({name: value[mine] for name, value in rows.items()}, 32 // size)
+        state, loss = step(state, batch, weight=weight)
 print(f"process {rank} of {size}: loss {loss:.6f}, b {state.params['b']:.4f}")

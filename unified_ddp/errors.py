@@ -3,12 +3,14 @@
 Each also is the built-in error that users of either framework would catch (ValueError, RuntimeError).
 """
 
-from unified_ddp._core import PlanError, ReadinessError
+from unified_ddp._core import PlanError, ReadinessError, UnifiedDDPError
 
 __all__ = [
     "AxisError",
     "ConstructionMismatchError",
+    "MisuseError",
     "NonFiniteError",
+    "OutOfStepError",
     "PlanError",
     "ReadinessError",
     "ReductionError",
@@ -20,8 +22,8 @@ __all__ = [
 ]
 
 
-class UnifiedDDPError(Exception):
-    """Base of the errors that are raised from Python."""
+for _native in (UnifiedDDPError, PlanError, ReadinessError):
+    _native.__module__ = __name__  # as users import it, and pickle with them
 
 
 class ConstructionMismatchError(UnifiedDDPError, RuntimeError):
@@ -32,8 +34,16 @@ class UnusedParameterError(UnifiedDDPError, RuntimeError):
     """Parameters took no part in a synchronising backward pass and nothing said that they might not."""
 
 
+class MisuseError(UnifiedDDPError, RuntimeError):
+    """A call that the state, or the way of construction, does not allow. Nothing was done and nothing is lost."""
+
+
 class ReductionError(UnifiedDDPError, RuntimeError):
-    """A reduction failed, or a backward pass was left before its reduction ended."""
+    """A reduction failed, or gradients were lost as a backward pass was left before its reduction ended."""
+
+
+class OutOfStepError(ReductionError):
+    """Ranks were about to do different things together. Raised on every rank, before anything was communicated."""
 
 
 class ReplicaMismatchError(UnifiedDDPError, RuntimeError):

@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, plan_buckets, schema_fingerprint
+from unified_ddp._core import BucketPlan, BucketSpec, ParamSpec, itemsize_of, plan_buckets, schema_fingerprint
 from unified_ddp.errors import PlanError
 
 __all__ = [
@@ -17,10 +17,13 @@ __all__ = [
     "BucketSpec",
     "ParamSpec",
     "bucket_caps",
+    "initial_plan",
+    "itemsize_of",
     "plan_buckets",
     "plan_from_json",
     "plan_in_ready_order",
     "plan_to_json",
+    "rebuilt_plan",
     "schema_fingerprint",
 ]
 
@@ -80,6 +83,45 @@ def plan_in_ready_order(
     """
     ready = list(order) if order is not None else list(range(len(params)))[::-1]
     return plan_buckets(list(params), list(caps), order=ready)
+
+
+def initial_plan(specs: Sequence[ParamSpec], caps: Sequence[int], delayed: Collection[int] = ()) -> BucketPlan:
+    """Plans buckets before an order was observed: filled in registration order, launched in reverse.
+
+    Args:
+        specs: the parameters, in registration order.
+        caps: bytes, from `bucket_caps`.
+        delayed: indices of parameters that get buckets of their own, at the end.
+    """
+    return _with_delayed(specs, delayed, lambda now: plan_buckets(now, list(caps), reverse=True))
+
+
+def rebuilt_plan(
+    specs: Sequence[ParamSpec], caps: Sequence[int], order: Sequence[int], delayed: Collection[int] = ()
+) -> BucketPlan:
+    """Plans buckets in the observed order, a permutation of all parameters; otherwise as `initial_plan`."""
+    now = [i for i in range(len(specs)) if i not in delayed]
+    place = {index: position for position, index in enumerate(now)}
+    ready = [place[i] for i in order if i not in delayed]
+    return _with_delayed(specs, delayed, lambda some: plan_in_ready_order(some, caps, ready))
+
+
+def _with_delayed(
+    specs: Sequence[ParamSpec], delayed: Collection[int], plan: Callable[[list[ParamSpec]], BucketPlan]
+) -> BucketPlan:
+    if not delayed:
+        return plan(list(specs))
+    buckets: list[list[int]] = []
+    caps: list[int] = []
+    groups = [
+        ([i for i in range(len(specs)) if i not in delayed], plan),
+        (sorted(delayed), lambda late: plan_buckets(late, [sys.maxsize])),
+    ]
+    for indices, make in groups:
+        for bucket in make([specs[i] for i in indices]).buckets if indices else ():
+            buckets.append([indices[i] for i in bucket.params])
+            caps.append(bucket.cap)
+    return BucketPlan(list(specs), buckets, caps=caps)
 
 
 def plan_to_json(plan: BucketPlan) -> str:

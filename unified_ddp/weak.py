@@ -4,8 +4,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["weak_call"]
-
 
 def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a callable that calls the bound `method` while its object lives, and then does nothing.

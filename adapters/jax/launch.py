@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["initialize"]
-
 COORDINATOR_PORT_OFFSET = 1000
 """torchrun keeps MASTER_PORT to itself, so JAX's coordinator listens that many ports further on (or back)."""
 

@@ -5,15 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from unified_ddp.errors import ReductionError
-from unified_ddp.jax.axes import axis_names, mark_varying, require_axes
-from unified_ddp.jax.ddp import DistributedDataParallel
-from unified_ddp.jax.shared_hooks import describe
+from unified_ddp.errors import MisuseError
+from unified_ddp.hooks.describe import describe
+from unified_ddp.jax.averaging import GradientAveraging
+from unified_ddp.jax.reduction.axes import axis_names, mark_varying, require_axes
 
 if TYPE_CHECKING:
     import optax
-
-__all__ = ["all_reduce_gradients", "varying"]
 
 
 def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any) -> "optax.GradientTransformation":
@@ -31,7 +29,7 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
     Raises:
         ImportError: optax is not installed.
         AxisError: (at trace time) the axis is not mapped.
-        ReductionError: (at trace time) types say that gradients are summed over the axis already; or (in `init`) the
+        MisuseError: (at trace time) types say that gradients are summed over the axis already; or (in `init`) the
             comm hook has state, which differs by replica, as the state of an optimizer does not.
     """
     try:
@@ -40,22 +38,22 @@ def all_reduce_gradients(axis_name: str | Sequence[str] = "data", **options: Any
         raise ImportError("all_reduce_gradients needs optax; install it with: pip install optax") from error
     axes = axis_names(axis_name)
 
-    def wrapped(tree: Any) -> DistributedDataParallel:
-        ddp = DistributedDataParallel(tree, axis_name=axes, **options)
-        if jax.tree.leaves(ddp.init_hook_state(1)):
-            raise ReductionError(
+    def averaging(tree: Any) -> GradientAveraging:
+        averaging = GradientAveraging(tree, axis_name=axes, **options)
+        if jax.tree.leaves(averaging.init_hook_state(1)):
+            raise MisuseError(
                 f"the comm hook {describe(options['comm_hook'])} has state of each replica's own, which the state of "
                 "an optimizer, the same on all replicas, cannot hold. Use DistributedDataParallel's train_step, which "
                 "carries it, or its value_and_grad(..., hook_state=...); or take a hook without state"
             )
-        return ddp
+        return averaging
 
     def init(params: Any) -> Any:
-        wrapped(params)
+        averaging(params)
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return wrapped(updates).all_reduce(updates), state
+        return averaging(updates).all_reduce(updates), state
 
     return optax.GradientTransformation(init, update)
 

@@ -1,46 +1,49 @@
 """What `DistributedDataParallel` offers beyond torch's class."""
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import MisuseError
+from unified_ddp.ranks.control import Does, Event
+from unified_ddp.torch.averaging import AveragingModule
 from unified_ddp.torch.module.replicas import check_replicas
-from unified_ddp.torch.reduction.scaling import WeightedScaling
-
-if TYPE_CHECKING:
-    from torch.distributed.algorithms.join import _JoinConfig
-
-    from unified_ddp.torch.module.watch import ModuleWatch
-    from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
-    from unified_ddp.torch.reduction.post_reduction import PostReductionHook, PostReductionHooks
-    from unified_ddp.torch.reduction.progress import Progress
-    from unified_ddp.torch.reduction.transport import ProcessGroupTransport
-
-__all__ = ["DDPExtensions"]
+from unified_ddp.torch.reduction.post_reduction import PostReductionHook
 
 
-class DDPExtensions:
-    """Mixed into `DistributedDataParallel`."""
+class ExtendedModule(AveragingModule):
+    """Adds `sync_gradients`, `check_replicas`, `register_post_reduction_hook` and `set_weight`."""
 
-    if TYPE_CHECKING:
-        reducer: GradientReducer
-        reduction: str
-        check_replicas_every: int | None
-        module: nn.Module
-        parameters_to_ignore: set[str]
-        _transport: ProcessGroupTransport
-        _progress: Progress
-        _watch: ModuleWatch
-        _follow_module: Callable[[], None]
-        _steps: int
-        _lazy_init_ran: bool
-        _lazy_init: Callable[[], None]
-        _join_config: _JoinConfig
-        _post_reduction: PostReductionHooks
+    def __init__(self, *args: Any) -> None:
+        self._steps = 0
+        super().__init__(*args)
+
+    @torch._disable_dynamo(recursive=False)
+    def call_method(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs another method of the module through the wrapper, which synchronises as for `forward`.
+
+        Args:
+            method: its name, such as "generate_loss".
+            inputs: its arguments; moved to the module's device as `forward`'s are.
+            kwargs: likewise.
+
+        Returns:
+            What the method returns. A backward pass through it reduces the gradients.
+
+        Raises:
+            MisuseError: the module has no such method.
+        """
+        run = getattr(self.module, method, None)
+        if not callable(run):
+            raise MisuseError(f"the wrapped {type(self.module).__name__} has no method {method!r} to call")
+        with torch.autograd.profiler.record_function("DistributedDataParallel.call_method"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                output = run(*inputs, **kwargs)
+            return self._post_forward(output)
 
     @torch._disable_dynamo
     def sync_gradients(self) -> None:
@@ -51,32 +54,39 @@ class DDPExtensions:
         a comm hook loses precision.
 
         Raises:
-            ReductionError: a backward pass is under way, or an exception ended the last one when gradients were half
-                reduced, or ranks without inputs are in a `join` context, where they cannot answer this call.
+            MisuseError: a backward pass is under way, or ranks without inputs are in a `join` context, where they
+                cannot answer this call.
+            ReductionError: an exception ended the last backward pass when gradients were half reduced.
         """
         self._refuse_in_join("sync_gradients()")
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        if self._watch.changed():
-            self._follow_module()
-        self._count_step()
-        with self.reducer.errors_logged(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
+        does = self._prepares()
+        if does:
+            self._announce(Event.ACCUMULATED, does)
+        self.reducer.core.agree()
+        self._follow_changes(does)
+        self._before_module(does)
+        with self.reducer.errors_noted(), torch.autograd.profiler.record_function("unified_ddp::sync_gradients"):
             self.reducer.reduce_accumulated()
 
     def _refuse_in_join(self, what: str) -> None:
         if self._join_config.enable:
-            raise ReductionError(
+            raise MisuseError(
                 f"{what} cannot be called inside `join`: ranks that have no inputs left do not answer it. Call it "
                 "outside"
             )
 
-    def _count_step(self) -> None:
-        """Counts synchronising forwards and calls of `sync_gradients`, and checks the replicas when it is time."""
-        if self.check_replicas_every is None or self._join_config.enable:
-            return
+    def _prepares(self) -> Does:
+        """Counts synchronising forwards and calls of `sync_gradients`, and says when it is time to check replicas."""
+        does = super()._prepares()
+        every = self.options.check_replicas_every
+        if every is None or self._join_config.enable:
+            return does
         self._steps += 1
-        if self._steps % self.check_replicas_every == 0:
-            self.check_replicas()
+        return does if self._steps % every else does | Does.CHECKS_REPLICAS
+
+    def _before_module(self, does: Does) -> None:
+        if Does.CHECKS_REPLICAS in does:
+            self._check_replicas()
 
     @torch._disable_dynamo
     def check_replicas(self, *, buffers: bool = False) -> None:
@@ -92,18 +102,22 @@ class DDPExtensions:
 
         Raises:
             ReplicaMismatchError: on every rank, naming the first parameter that differs, and the ranks on each side.
-            ReductionError: it was called inside `join`.
+            MisuseError: it was called inside `join`.
         """
         self._refuse_in_join("check_replicas()")
+        self._announce(Event.CHECK, Does.NOTHING)
+        self._check_replicas(buffers)
+
+    def _check_replicas(self, buffers: bool = False) -> None:
         ignored = self.parameters_to_ignore
         kinds = {"parameter": self.module.named_parameters(), "buffer": self.module.named_buffers() if buffers else ()}
-        with self.reducer.errors_logged(), torch.no_grad():
+        with self.reducer.errors_noted(), torch.no_grad():
             for kind, tensors in kinds.items():
                 with self._progress.waiting("check_replicas", f"the comparison of {kind}s"):
                     check_replicas(self._transport, {n: t for n, t in tensors if n not in ignored}, kind)
 
     def register_post_reduction_hook(
-        self, hook: "PostReductionHook", params: Iterable[nn.Parameter] | None = None
+        self, hook: PostReductionHook, params: Iterable[nn.Parameter] | None = None
     ) -> RemovableHandle:
         """Calls `hook(name, param)` whenever the reduced gradient of a parameter is final in `param.grad`.
 
@@ -153,12 +167,6 @@ class DDPExtensions:
 
         Raises:
             TypeError, ValueError: it is no such number.
-            ReductionError: the wrapper was constructed with another `reduction`.
+            MisuseError: the wrapper was constructed with another `reduction`.
         """
-        scaling = self.reducer.scaling
-        if not isinstance(scaling, WeightedScaling):
-            raise ReductionError(
-                "set_weight() needs DistributedDataParallel(..., reduction='weighted_mean'); this one has "
-                f"reduction={self.reduction!r}"
-            )
-        scaling.set_weight(weight)
+        self.reducer.scaling.set_weight(weight)

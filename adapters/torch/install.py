@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from unified_ddp.torch.ddp import DistributedDataParallel
 
-__all__ = ["Installation", "install"]
-
 Place = tuple[ModuleType, str]
 """A module and the name of one of its globals."""
 

@@ -14,20 +14,8 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 
 from unified_ddp.plan import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, bucket_caps
-from unified_ddp.torch.reduction.scaling import REDUCTIONS
 
-__all__ = [
-    "BucketCaps",
-    "Placement",
-    "check_delayed",
-    "check_every",
-    "check_parameters",
-    "check_reduction_name",
-    "resolve_buffer_sync",
-    "resolve_group",
-    "use_side_stream",
-    "warn_deprecated",
-]
+REDUCTIONS = ("mean", "sum", "weighted_mean")
 
 
 def check_delayed(
@@ -78,22 +66,74 @@ class BucketCaps:
         """Whether neither argument was given."""
         return self.first < self.largest
 
-    def initial(self, static_graph: bool, find_unused: bool) -> tuple[int, ...]:
-        """Caps of the first iteration's buckets, before an order was observed.
+
+@dataclass(frozen=True)
+class Options:
+    """What the constructor of DistributedDataParallel was told, checked and resolved; see there for each.
+
+    Attributes:
+        caps: from `bucket_cap_mb` and `bucket_cap_mb_list`.
+        delayed: names of the parameters that are reduced apart from the buckets.
+        sync_buffers_at_construction: whether rank 0's buffers are broadcast at construction, if anything is.
+    """
+
+    caps: BucketCaps
+    delayed: frozenset[str]
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    mixed_precision: Any
+    forward_sync_buffers: bool
+    sync_buffers_at_construction: bool
+    init_sync: bool
+    reduction: str
+    check_replicas_every: int | None
+    check_gradients_every: int | None
+    control_plane: bool
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {self.reduction!r}")
+        check_every("check_replicas_every", self.check_replicas_every)
+        check_every("check_gradients_every", self.check_gradients_every)
+
+    @property
+    def initial_caps(self) -> tuple[int, ...]:
+        """Caps of the first iteration's buckets in bytes, before an order was observed.
 
         Registration order may not be the order in which gradients come, and a bucket launched too early could meet
         another collective of the model's own; so there is one bucket for each dtype, unless the buckets are never
         rebuilt.
         """
-        if self.per_bucket:
-            return self.per_bucket
-        if static_graph or not find_unused:
+        if self.caps.per_bucket:
+            return self.caps.per_bucket
+        if self.static_graph or not self.find_unused_parameters:
             return (sys.maxsize,)
-        return (self.first, self.largest) if self.is_default else (self.largest,)
+        return self.rebuilt_caps if self.caps.is_default else (self.caps.largest,)
 
-    def rebuilt(self) -> tuple[int, ...]:
-        """Caps of the rebuilt buckets."""
-        return self.per_bucket or (self.first, self.largest)
+    @property
+    def rebuilt_caps(self) -> tuple[int, ...]:
+        """Caps of the rebuilt buckets in bytes."""
+        return self.caps.per_bucket or (self.caps.first, self.caps.largest)
+
+    def compared(self) -> dict[str, Any]:
+        """Returns what ranks must have been told alike, in words for errors; JSON-able."""
+        return {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "sync buffers at construction": self.sync_buffers_at_construction,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "mixed_precision": None if self.mixed_precision is None else repr(self.mixed_precision),
+            "delay_all_reduce_named_params": sorted(self.delayed),
+            "reduction": self.reduction,
+            "check_replicas_every": self.check_replicas_every,
+            "check_gradients_every": self.check_gradients_every,
+            "control_plane": self.control_plane,
+            "bucket caps in bytes": [self.caps.largest, *self.caps.per_bucket],
+        }
 
 
 def resolve_group(
@@ -197,30 +237,14 @@ def warn_deprecated(check_reduction: bool) -> None:
         )
 
 
-def check_reduction_name(reduction: str) -> str:
-    """Returns `reduction`.
-
-    Raises:
-        ValueError: there is no such reduction.
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}")
-    return reduction
-
-
-def check_every(check_replicas_every: int | None) -> int | None:
-    """Returns `check_replicas_every`.
-
-    Raises:
-        TypeError, ValueError: it is neither None nor a positive integer.
-    """
-    if check_replicas_every is None:
-        return None
-    if isinstance(check_replicas_every, bool) or not isinstance(check_replicas_every, int):
-        raise TypeError(f"check_replicas_every is a number of steps or None, not {check_replicas_every!r}")
-    if check_replicas_every < 1:
-        raise ValueError(f"check_replicas_every is a positive number of steps or None, not {check_replicas_every}")
-    return check_replicas_every
+def check_every(argument: str, every: int | None) -> None:
+    """Raises TypeError or ValueError, naming the argument, if `every` is neither None nor a positive integer."""
+    if every is None:
+        return
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"{argument} is a number of steps or None, not {every!r}")
+    if every < 1:
+        raise ValueError(f"{argument} is a positive number of steps or None, not {every}")
 
 
 def use_side_stream() -> bool:

@@ -1,13 +1,12 @@
 """Modules in the words of the core: parameter schemas by name."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
 from unified_ddp.plan import ParamSpec
-
-__all__ = ["dtype_name", "param_spec", "reduced_parameters"]
+from unified_ddp.ranks.construction import any_spec
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -26,6 +25,17 @@ def param_spec(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> Para
         trainable=tensor.requires_grad,
         sparse=sparse,
     )
+
+
+def compared_specs(named: Iterable[tuple[str, torch.Tensor]], ignored: Collection[str]) -> list[ParamSpec]:
+    """Returns what ranks compare of parameters or buffers, which may be of any dtype and layout."""
+    return [
+        any_spec(name, list(t.shape), dtype_name(t.dtype), strides=t.stride(), trainable=t.requires_grad)
+        if t.layout == torch.strided
+        else any_spec(f"{name} ({t.layout})", list(t.shape), dtype_name(t.dtype), trainable=t.requires_grad)
+        for name, t in named
+        if name not in ignored
+    ]
 
 
 def reduced_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, tuple[nn.Parameter, bool]]:

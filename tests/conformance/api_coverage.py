@@ -32,7 +32,6 @@ LEFT_OUT = {
     "class._fire_reducer_autograd_hook": _HOOKS,
     "class._delayed_all_reduce_hook": _DELAYED,
     "class._register_delay_all_reduce_hook": _DELAYED,
-    "class._clear_grad_buffer": _DELAYED,
     "class._root_copy_hook": _CASTS,
     "class._module_wait_for_copy_hook": _CASTS,
     "class._ddp_init_helper": "construction is one function, `_make_reducer`",

@@ -7,18 +7,8 @@ from hypothesis import strategies as st
 
 from unified_ddp.equivalence import MappingError
 from unified_ddp.equivalence.mapping.mapping import Mapping, Source
-from unified_ddp.equivalence.mapping.rules import (
-    Blocks,
-    Flip,
-    Permute,
-    Place,
-    Reshape,
-    Rule,
-    Scale,
-    Sum,
-    Take,
-    parse_rule,
-)
+from unified_ddp.equivalence.mapping.operations import Blocks, Flip, Permute, Place, Reshape, Scale, Sum, Take
+from unified_ddp.equivalence.mapping.rules import Rule, parse_rule
 
 
 def divisors(number):

@@ -42,7 +42,7 @@ def test_a_rank_that_dies_is_named(tmp_path):
     outcome = run_verify(tmp_path, "--steps", "3", "--inject", "die", "--inject-rank", "0", environment=QUICK_COMPILE)
     assert outcome.status == 2, outcome.out + outcome.error
     assert "could not run: torch rank 0 (pid" in outcome.error
-    assert "ended with status 86" in outcome.error
+    assert "ended with status 86 before it was done; the end of its output:" in outcome.error
     assert "injected fault: torch rank 0 will die at step 1" in outcome.error
 
 

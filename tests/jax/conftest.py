@@ -32,7 +32,7 @@ def _optimising_little(flag: bool) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """Compiles faster, as these tests compile much and compute little; scripts that they start are fully optimised."""
     with _optimising_little(True):

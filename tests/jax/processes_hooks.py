@@ -89,12 +89,12 @@ def _of_all(tree: Any) -> Any:
 
 
 def compressed(bucket: JaxBucket) -> jax.Array:
-    half = bucket.buffer.astype(jnp.bfloat16) / bucket.axis_size
-    return lax.psum(half, bucket.axis_name).astype(bucket.buffer.dtype)
+    half = bucket.storage.astype(jnp.bfloat16) / bucket.axis_size
+    return lax.psum(half, bucket.axis_name).astype(bucket.storage.dtype)
 
 
 def gathered(bucket: JaxBucket) -> jax.Array:
-    return lax.all_gather(bucket.buffer, bucket.axis_name).sum(0) / bucket.axis_size
+    return lax.all_gather(bucket.storage, bucket.axis_name).sum(0) / bucket.axis_size
 
 
 def _function(hook: Callable[[JaxBucket], jax.Array], mapping: str) -> Any:

@@ -12,7 +12,7 @@ from support.hook_cases import BUCKET_BYTES, SHAPES, HostRanks, gradients
 
 from unified_ddp.hooks import SharedHook
 from unified_ddp.jax import DistributedDataParallel, TrainStep
-from unified_ddp.jax.shared_hooks import layouts_of
+from unified_ddp.jax.comm_hooks.shared import layouts_of
 from unified_ddp.plan import MIB
 
 RATE = 0.1
@@ -33,6 +33,15 @@ def make_step(params: Any, loss: Any, size: int, optimizer: Any = None, **option
     return ddp.train_step(loss, optimizer or optax.sgd(RATE, momentum=0.9), **options)
 
 
+def run(step: Any, params: Any, data: list[Any], buffers: Any = None, **arguments: Any) -> Any:
+    """Returns the last state, and what each step gave beside it."""
+    state, values = step.init(params, buffers), []
+    for batch in data:
+        state, value = step(state, batch, **arguments)
+        values.append(value)
+    return state, values
+
+
 def plain_steps(
     loss: Callable[..., Any], params: Any, optimizer: Any, batches: list[Any], parts: int
 ) -> tuple[Any, list[float]]:
@@ -49,6 +58,28 @@ def plain_steps(
         losses.append(float(np.mean([loss(params, piece) for piece in pieces])))
         grads = jax.tree.map(lambda g, p: jnp.asarray(g, p.dtype), oracle(loss, params, batch, parts), params)
         params, opt_state = update(grads, opt_state, params)
+    return params, losses
+
+
+def line_search_steps(
+    loss: Callable[..., Any], params: Any, optimizer: Any, batches: list[Any], parts: int
+) -> tuple[Any, list[float]]:
+    """As `plain_steps`, with an optimizer that is told the loss: the mean of those of equal parts of each batch."""
+    opt_state, losses = optimizer.init(params), []
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, pieces: Any) -> Any:
+        def value_fn(params: Any) -> Any:
+            return sum(loss(params, piece) for piece in pieces) / parts
+
+        value, grad = jax.value_and_grad(value_fn)(params)
+        updates, opt_state = optimizer.update(grad, opt_state, params, value=value, grad=grad, value_fn=value_fn)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for batch in batches:
+        pieces = [jax.tree.map(lambda x, i=i: np.split(np.asarray(x), parts)[i], batch) for i in range(parts)]
+        params, opt_state, value = step(params, opt_state, pieces)
+        losses.append(float(value))
     return params, losses
 
 

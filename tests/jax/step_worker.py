@@ -8,6 +8,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax
 from unified_ddp.errors import UnifiedDDPError
 from unified_ddp.hooks import TopK
 from unified_ddp.jax import DistributedDataParallel, initialize, pad_batch
+from unified_ddp.jax.step.processes import ProcessGathering
 from unified_ddp.plan import MIB
 
 initialize(initialization_timeout=60)
@@ -41,6 +43,14 @@ def saved_and_restored(leaf: Any) -> Any:
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
+def named(params: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if leaf.dtype == jnp.float32
+    }
+
+
 def trains() -> dict[str, Any]:
     """From process 0's params; the other's are others. Between steps the state is what a checkpoint would give."""
     params = make_params() | {"key": jax.random.key(rank), "n": jnp.int32(rank)}
@@ -52,12 +62,18 @@ def trains() -> dict[str, Any]:
         losses.append(float(loss))
         state = jax.tree.map(saved_and_restored, state)
     key = jax.random.key_data(state.params["key"]).tolist()
-    params = {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf).tolist()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-        if leaf.dtype == jnp.float32
-    }
-    return {"params": params, "losses": losses, "key": key, "n": int(state.params["n"])}
+    return {"params": named(state.params), "losses": losses, "key": key, "n": int(state.params["n"])}
+
+
+def line_search() -> dict[str, Any]:
+    """What differs between processes, here one more leaf, is found before the search begins."""
+    step = DistributedDataParallel(make_params()).train_step(loss_fn, optax.lbfgs())
+    state, losses = step.init(make_params()), []
+    for batch in batches(3, 16):
+        state, loss = step(state, own_rows(batch))
+        losses.append(float(loss))
+    error = _error(lambda: step(state, own_rows(batch) | ({"more": np.ones(8)} if rank else {})))
+    return {"params": named(state.params), "losses": losses, "error": error}
 
 
 def hooks() -> dict[str, Any]:
@@ -80,8 +96,8 @@ def keys_and_weights() -> dict[str, Any]:
         return each + 0 * loss_fn(params, batch), batch["x"][:, 0]
 
     step = DistributedDataParallel(make_params()).train_step(loss, optax.sgd(0.1), has_aux=True)
-    batch, weights = pad_batch(jax.tree.map(lambda x: x[: 3 * (rank == 0)], own_rows(batches(1, 8)[0])), 4)
-    _, (loss, aux) = step(step.init(make_params()), batch, jax.random.key(5), weights)
+    batch, weight = pad_batch(jax.tree.map(lambda x: x[: 3 * (rank == 0)], own_rows(batches(1, 8)[0])), 4)
+    _, (loss, aux) = step(step.init(make_params()), batch, jax.random.key(5), weight)
     return {"loss": float(loss), "aux": float(aux)}
 
 
@@ -149,7 +165,7 @@ def different() -> dict[str, Any]:
     whole = batch | {"y": batch["y"].astype(np.int32)} if rank else batch
     ones = np.ones(len(batch["x"]), np.float32)
     return {
-        "weights": _error(lambda: weighed(state, batch, weights=ones if rank else None)),
+        "weight": _error(lambda: weighed(state, batch, weight=ones if rank else None)),
         "rng": _error(lambda: step(state, batch, jax.random.key(0) if rank else None)),
         "static": _error(lambda: step(state, batch, train=rank == 0)),
         "dtype": _error(lambda: step(state, whole)),
@@ -157,6 +173,13 @@ def different() -> dict[str, Any]:
         "params": _error(lambda: step(other, batch)),
         "loss after them": float(step(state, batch)[1]),
     }
+
+
+def without_store() -> dict[str, Any]:
+    """As where JAX hides its key-value store: texts are gathered by collectives."""
+    with mock.patch.dict(sys.modules, {"jax._src.distributed": None}):
+        texts = ProcessGathering("the test", None).all_gather_text("\u00e9" * (rank + 1))
+        return {"texts": texts, "error": _error(lambda: make_step(accumulate=1 + rank).init(make_params()))}
 
 
 def not_finite() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax_cases import Replicas, assert_all_close, loss_fn, make_batch, make_params, oracle
 
-from unified_ddp.errors import AxisError, ReductionError
+from unified_ddp.errors import AxisError, MisuseError
 from unified_ddp.jax import all_reduce_gradients, varying
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +36,7 @@ def test_gradients_that_are_summed_already_are_refused() -> None:
     def step(params: Any, batch: Any) -> Any:
         return optimizer.update(jax.grad(loss_fn)(params, batch), optimizer.init(params))[0]
 
-    with pytest.raises(ReductionError, match="JAX has already summed the gradients of replicated params"):
+    with pytest.raises(MisuseError, match="JAX has already summed the gradients of replicated params"):
         Replicas("checked", 2)(step, params, batch)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from support.host_ranks import reduce_on_host
 from unified_ddp.hooks import AllReduce, Compressed, Noop, PowerSGD, Quantize8, SharedHook, TopK
-from unified_ddp.hooks.host import NumpyOps, reduce_on_host
+from unified_ddp.hooks.ops import Ops
 from unified_ddp.hooks.protocol import BucketLayout
 
 SHAPES = {
@@ -32,7 +33,7 @@ HOOKS: dict[str, tuple[SharedHook, float, float]] = {
     "quantize8 late": (Quantize8(block=64, start_step=2), 1e-6, 1e-6),
     "powersgd": (PowerSGD(rank=2), 1e-4, 1e-4),
     "powersgd late": (PowerSGD(rank=2, start_step=2), 1e-4, 1e-4),
-    "powersgd cold qr": (PowerSGD(rank=2, warm_start=False, orthogonalisation="qr"), 1e-4, 1e-4),
+    "powersgd cold qr": (PowerSGD(rank=2, warm_start=False, orthogonalization="qr"), 1e-4, 1e-4),
     "powersgd no feedback": (PowerSGD(rank=3, error_feedback=False), 1e-4, 1e-4),
     "powersgd bf16": (Compressed(PowerSGD(rank=2), "bfloat16"), 2e-2, 2e-2),
 }
@@ -74,7 +75,7 @@ class HostRanks:
         sources = [(old, states) for old, states in self._held if set(old.names) & set(layout.names)]
         fresh = [self.hook.init(layout) for _ in range(self.size)]
         return [
-            self.hook.carry(NumpyOps(), layout, state, [(old, states[rank]) for old, states in sources])
+            self.hook.carry(Ops(), layout, state, [(old, states[rank]) for old, states in sources])
             for rank, state in enumerate(fresh)
         ]
 

@@ -65,3 +65,18 @@ def check_step(ddp: nn.Module, run: Callable[[nn.Module], Any], k: float | None 
     expected = oracle(ddp.module, run)
     run(ddp)
     assert_equals_oracle(ddp.module, expected, k)
+
+
+def oracle_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """One step of a copy on this rank, by the mean of the gradients."""
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    for p in model.parameters():
+        mean = mean_over_ranks(p.grad, p)
+        p.grad = None if mean is None else mean.to(p.dtype)
+    optimizer.step()
+
+
+def assert_equal_models(a: nn.Module, b: nn.Module) -> None:
+    for mine, theirs in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

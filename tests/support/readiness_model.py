@@ -39,12 +39,9 @@ class ReadinessModel:
         self._require(self.phase != "ACTIVE")
         self._forget()
         self.phase, self.arrival = "ACTIVE", arrival
-        self._launch()
 
     def _ready(self, bucket: list[int]) -> bool:
-        return self.flushed or all(
-            self.arrival[p] == 2 or (self.arrival[p] == 1 and p in self.marked_once) for p in bucket
-        )
+        return self.flushed or all(self.arrival[p] == 1 and p in self.marked_once for p in bucket)
 
     def _launch(self) -> None:
         if self.launching:
@@ -72,7 +69,7 @@ class ReadinessModel:
             return
         late = any(param in bucket for bucket in self.buckets[: self.launched])
         packed = param in self.eager and self.arrival[param] == 1 and param in self.marked_once
-        if late or packed or self.arrival[param] == 2:
+        if late or packed:
             self.failed = True
             raise Refused
         if param not in self.order:

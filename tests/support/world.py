@@ -5,14 +5,16 @@ whose case failed or timed out may hold ranks in the middle of a collective, so 
 """
 
 import importlib.util
-import inspect
 import multiprocessing as mp
 import os
+import re
 import sys
 import tempfile
 import time
 import traceback
+import types
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,9 @@ class World:
     def collect(self, case: Any, *, timeout: float = 60.0, **kwargs: Any) -> list[RankResult]:
         """Like `run`, but hands errors back by rank."""
         self._start()
-        task = (inspect.getfile(case), case.__qualname__, kwargs)
+        task = _ByPath.dumps((case, kwargs))
         for pipe in self._pipes:
-            pipe.send(task)
+            pipe.send_bytes(task)
         deadline = time.monotonic() + timeout
         results = [self._receive(rank, deadline) for rank in range(self.size)]
         if any(r.error for r in results):
@@ -106,12 +108,13 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Any) -> None:
     pipe.send(RankResult(value="started"))
     while True:
         try:
-            path, name, kwargs = pipe.recv()
+            task = pipe.recv_bytes()
         except (EOFError, OSError):
             return
         try:
+            case, kwargs = ForkingPickler.loads(task)
             torch.manual_seed(1000 + rank)
-            result = RankResult(value=_load(path, name)(rank, size, **kwargs))
+            result = RankResult(value=case(rank, size, **kwargs))
         except BaseException as error:
             result = RankResult(error=traceback.format_exc(), error_type=type(error).__name__)
         try:
@@ -122,11 +125,23 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Any) -> None:
             pipe.send(RankResult(error=f"the case's value could not be sent: {error!r}"))
 
 
+class _ByPath(ForkingPickler):
+    """Sends functions and classes of test modules by file: pytest gives these modules names that no rank can import."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Says how an object is sent; see `pickle.Pickler`."""
+        if isinstance(obj, types.FunctionType | type):
+            path = getattr(sys.modules.get(obj.__module__), "__file__", None)
+            if path is not None and Path(path).name.startswith("test_"):
+                return _load, (path, obj.__qualname__)
+        return NotImplemented
+
+
 def _load(path: str, name: str) -> Any:
-    """Loads a test module by file: test folders are no packages, so its functions cannot be pickled by name."""
-    module_name = "case_" + Path(path).stem
+    """Loads a test module by file, once, and returns what is of this name in it."""
+    module_name = "case_" + re.sub(r"\W", "_", path)
     module = sys.modules.get(module_name)
-    if module is None or module.__file__ != path:
+    if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None

@@ -47,7 +47,7 @@ def test_a_library_that_imported_torchs_class_gets_ours(library: Callable[[str, 
         assert before.DDP is DistributedDataParallel
         during = library("library_during", IMPORT)
         assert during.DDP is DistributedDataParallel
-        assert unified_ddp.torch.ddp.TorchDDP is TORCHS[0]
+        assert unified_ddp.torch.wrapped.TorchDDP is TORCHS[0]
     assert before.DDP is during.DDP is TORCHS[0]
     assert found_in_torch() == {TORCHS[0]}
 

@@ -11,8 +11,6 @@ from rich.markup import escape
 
 from unified_ddp.errors import UnifiedDDPError
 
-__all__ = ["EXIT_COULD_NOT_RUN", "EXIT_FAILED", "could_not_run"]
-
 EXIT_FAILED = 1
 """What was compared differs."""
 EXIT_COULD_NOT_RUN = 2

@@ -20,8 +20,6 @@ from unified_ddp.equivalence.report.saving import check_path
 from unified_ddp.equivalence.report.terminal import print_report
 from unified_ddp.equivalence.results import Report
 
-__all__ = ["compare", "map_", "record", "show"]
-
 _LOG_WIDTH = 100
 """Of a report that goes to no terminal."""
 _TIMEOUT = 600.0

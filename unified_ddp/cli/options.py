@@ -9,28 +9,6 @@ import typer
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import RUNGS
 
-__all__ = [
-    "DEFAULTS",
-    "Dtype",
-    "Ignore",
-    "JaxPython",
-    "Layout",
-    "MappingFile",
-    "PairOptions",
-    "Ranks",
-    "Rename",
-    "Reports",
-    "Rules",
-    "Seed",
-    "Steps",
-    "Tied",
-    "Timeout",
-    "TorchPython",
-    "Until",
-    "Weights",
-    "chosen_settings",
-]
-
 DEFAULTS: dict[str, Any] = {
     "until": "gradients",
     "ranks": 2,

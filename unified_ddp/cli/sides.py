@@ -13,8 +13,6 @@ from unified_ddp.equivalence.processes.recording import RecordedSide, is_record
 from unified_ddp.equivalence.processes.remote import RemoteSide, find_python
 from unified_ddp.equivalence.report.progress import Tell
 
-__all__ = ["AnySide", "batches_of", "opened", "pythons", "recorded_settings", "sources"]
-
 AnySide = RemoteSide | RecordedSide
 Source = Program | RecordedSide
 

@@ -11,8 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from unified_ddp.cli.common import EXIT_FAILED, could_not_run
 from unified_ddp.equivalence.demo.config import Dtype, Fault, Side, VerifyConfig, VerifyError
 
-__all__ = ["verify"]
-
 
 def verify(
     world_size: Annotated[int, typer.Option(help="Ranks on each side.")] = VerifyConfig.world_size,
@@ -30,8 +28,8 @@ def verify(
         float, typer.Option(help="Seconds without progress until the run is given up.")
     ] = VerifyConfig.timeout,
     inject: Annotated[Fault | None, typer.Option(help="Break something on purpose; it must be caught.")] = None,
-    inject_into: Annotated[Side, typer.Option(help="The side to break.")] = VerifyConfig.inject_into,
-    inject_bucket: Annotated[int, typer.Option(help="The bucket to break.")] = VerifyConfig.inject_bucket,
+    inject_into: Annotated[Side | None, typer.Option(help="The side to break. [torch]")] = None,
+    inject_bucket: Annotated[int | None, typer.Option(help="The bucket to break. [1]")] = None,
     inject_rank: Annotated[
         int | None, typer.Option(help="The rank at fault, for stale-rank, die and hang. [the last]")
     ] = None,

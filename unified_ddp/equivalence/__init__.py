@@ -8,16 +8,20 @@
 
 Architecture, and which way imports go:
 
-    errors, results   what was found; plain data, for JSON and for every way of rendering
-    side              the protocol of a side: functions from numpy arrays to numpy arrays
-    batches           trees of arrays as batches: layout, permutation, shards
-    mapping/          which tensor of one side makes which of the other, by linear maps
-    noise, tolerance  how much rounding moves each side, and what difference that allows
-    judge             one verdict a tensor: pass, zero within rounding, precision, differs
-    ladder, rungs/    the rungs one after the other
-    pair              Pair, the way in
-    explain           a report as plain text
-    compare, demo/    the self-test `unified-ddp verify`
+    errors, results     what was found; plain data, for JSON and for every way of rendering
+    side                the protocol of a side: functions from numpy arrays to numpy arrays
+    batches             trees of arrays as batches: layout, permutation, shards
+    mapping/            which tensor of one side makes which of the other, by linear maps
+    noise, tolerance    how much rounding moves each side, and what difference that allows
+    observe             what a side computes, in coordinates that both sides share
+    judge               one verdict a tensor: pass, zero within rounding, precision, differs
+    rungs, reduced, training   outputs to gradients; after the reduction; update, steps and curve
+    scramble, power     weights that test something, and what was not tested all the same
+    spawn               ranks in processes of their own
+    ladder, pair        the rungs one after the other; Pair, the way in
+    gradients           check_gradients: a distributed step that is not ours
+    explain             a report as plain text
+    compare, demo/      the self-test `unified-ddp verify`
 
 This package imports neither framework. The sides are `unified_ddp.torch.equivalence.TorchSide` and
 `unified_ddp.jax.equivalence.JaxSide`, loaded here only when they are asked for by name. The first side of a pair gives

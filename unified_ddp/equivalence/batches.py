@@ -7,8 +7,6 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 
-__all__ = ["Layout", "batch_size", "flatten", "map_arrays", "shards", "take_rows", "to_axes"]
-
 Layout = Mapping[str, str] | Callable[[Any], Any] | None
 
 

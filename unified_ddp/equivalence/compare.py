@@ -15,20 +15,6 @@ import numpy as np
 from unified_ddp.errors import UnifiedDDPError
 from unified_ddp.plan import BucketPlan
 
-__all__ = [
-    "DEFAULT_TOLERANCES",
-    "BucketDifference",
-    "Comparison",
-    "ComparisonError",
-    "ParamDifference",
-    "compare_arrays",
-    "compare_gradients",
-    "default_tolerance",
-    "jsonable",
-    "merge_comparisons",
-    "ulp_distance",
-]
-
 DEFAULT_TOLERANCES = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 """k by dtype. The first two were measured between frameworks; the last two are ten machine epsilons."""
 

@@ -2,8 +2,6 @@
 
 from unified_ddp.errors import UnifiedDDPError
 
-__all__ = ["EquivalenceError", "MappingError", "NotEquivalentError"]
-
 
 class EquivalenceError(UnifiedDDPError, ValueError):
     """A pair cannot be compared: a side is random, a batch or an output has no counterpart, a child process failed."""

@@ -13,8 +13,6 @@ from unified_ddp.equivalence.report.labels import (
 from unified_ddp.equivalence.report.reading import readings
 from unified_ddp.equivalence.results import Finding, Report, Rung
 
-__all__ = ["explain"]
-
 _LISTED = 20
 
 

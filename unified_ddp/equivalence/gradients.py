@@ -14,8 +14,6 @@ from unified_ddp.equivalence.results import Report, Rung
 from unified_ddp.equivalence.scramble import scrambled
 from unified_ddp.equivalence.side import SteppedSide
 
-__all__ = ["check_gradients"]
-
 
 def check_gradients(
     side: SteppedSide,

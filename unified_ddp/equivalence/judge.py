@@ -7,8 +7,6 @@ import numpy as np
 from unified_ddp.equivalence.results import Finding, Measure, Verdict
 from unified_ddp.equivalence.tolerance import NOISE_FACTOR
 
-__all__ = ["constant_ratio", "hint", "judged"]
-
 _BLIND = {"float64": 1e-4, "float32": 1e-2, "float16": 0.5, "bfloat16": 0.5}
 """A tolerance that is this large beside the numbers themselves lets any difference through."""
 

@@ -27,7 +27,6 @@ from unified_ddp.equivalence.training import Training
 if TYPE_CHECKING:
     from unified_ddp.equivalence.pair import Pair
 
-__all__ = ["Ladder", "Settings"]
 
 _UPSTREAM = {
     "loss": ("outputs",),

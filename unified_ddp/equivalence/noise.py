@@ -14,18 +14,6 @@ import numpy as np
 from unified_ddp.equivalence.batches import map_arrays
 from unified_ddp.equivalence.side import Arrays
 
-__all__ = [
-    "ROUNDING_MOVE",
-    "in_dtype",
-    "jitter",
-    "jitter_batch",
-    "moved",
-    "moved_batch",
-    "rms_by_row",
-    "row_axes",
-    "second_difference",
-]
-
 ROUNDING_MOVE = 2.0**-20
 """Relative movement whose square is lost in float64 beside what a careless program loses in float32."""
 

@@ -17,8 +17,6 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.mapping.mapping import Mapping as TensorMapping
 from unified_ddp.equivalence.side import Arrays, Evaluation, Side
 
-__all__ = ["Key", "Observed", "Observer"]
-
 Key = tuple[str, str]
 """Kind ("output", "loss", "buffer", "gradient") and name."""
 

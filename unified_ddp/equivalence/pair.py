@@ -17,8 +17,6 @@ from unified_ddp.equivalence.results import RUNGS, Report
 from unified_ddp.equivalence.scramble import scrambled
 from unified_ddp.equivalence.side import Arrays, Side
 
-__all__ = ["DTYPES", "Pair"]
-
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _WEIGHTS = ("scrambled", "as they are")
 

@@ -10,8 +10,6 @@ from unified_ddp.equivalence.results import NotTested
 from unified_ddp.equivalence.side import Arrays
 from unified_ddp.equivalence.tolerance import Allowance, measure
 
-__all__ = ["idle_rows", "unnoticed"]
-
 _CHANGE = 1e-3
 
 

@@ -12,20 +12,6 @@ from typing import Any
 from unified_ddp.equivalence.compare import jsonable
 from unified_ddp.equivalence.errors import NotEquivalentError
 
-__all__ = [
-    "RUNGS",
-    "BucketRow",
-    "BucketTime",
-    "Curve",
-    "Finding",
-    "Measure",
-    "NotTested",
-    "Report",
-    "Rung",
-    "SideInfo",
-    "Verdict",
-]
-
 REPORT_FORMAT = "unified_ddp.equivalence.1"
 
 RUNGS = ("outputs", "loss", "buffers", "gradients", "reduced", "update", "steps", "curve")

@@ -12,8 +12,6 @@ from unified_ddp.equivalence.results import Finding, Measure, Verdict
 from unified_ddp.equivalence.side import Arrays
 from unified_ddp.equivalence.tolerance import Allowance, measure
 
-__all__ = ["KIND_OF", "Compared", "compare_batch", "keys_of", "run_both"]
-
 KIND_OF = {"outputs": "output", "loss": "loss", "buffers": "buffer", "gradients": "gradient"}
 
 

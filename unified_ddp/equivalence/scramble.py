@@ -6,8 +6,6 @@ import numpy as np
 
 from unified_ddp.equivalence.side import Arrays, TensorInfo
 
-__all__ = ["scrambled"]
-
 _STATISTICS = ("running_mean", "running_var", "mean", "var")
 _STEP = 0.1
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from unified_ddp.equivalence.results import BucketTime, SideInfo
 
-__all__ = ["Arrays", "Evaluation", "Reduction", "Side", "SteppedSide", "TensorInfo", "Trajectory"]
-
 Arrays = dict[str, np.ndarray]
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from unified_ddp.equivalence.errors import EquivalenceError
 
-__all__ = ["run_ranks"]
-
 _POLL_SECONDS = 0.02
 _LOG_LINES = 30
 _CHILD = "from unified_ddp.equivalence.spawn import child; child()"

@@ -12,8 +12,6 @@ from unified_ddp.equivalence.compare import ulp_distance
 from unified_ddp.equivalence.noise import row_axes
 from unified_ddp.equivalence.results import Measure
 
-__all__ = ["NOISE_FACTOR", "Allowance", "measure", "row_scale"]
-
 NOISE_FACTOR = 8.0
 """c: the largest of a million normal numbers is five times their RMS."""
 

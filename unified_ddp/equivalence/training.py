@@ -17,7 +17,6 @@ from unified_ddp.equivalence.tolerance import Allowance, measure
 if TYPE_CHECKING:
     from unified_ddp.equivalence.mapping.mapping import Mapping
 
-__all__ = ["Training"]
 
 _UPDATE_RELATIVE = {"float64": 1e-6}
 """Of an update: optax keeps schedules in float32 beside float64 weights. In float32 and below, an optimizer's own

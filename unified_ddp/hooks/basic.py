@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, Ops, SharedHook, State, Steps
-
-__all__ = ["AllReduce", "Compressed", "Noop"]
+from unified_ddp.hooks.collectives import Steps
+from unified_ddp.hooks.ops import Ops
+from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, SharedHook, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Noop(SharedHook):
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
         """Returns the bucket as it is, and asks for nothing."""
         yield from ()  # a generator, as every hook
-        return bucket.buffer, state
+        return bucket.storage, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class AllReduce(SharedHook):
 
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
         """Returns the mean of the bucket."""
-        mean = yield from bucket.mean(bucket.buffer, bucket.layout.dtype)
+        mean = yield from bucket.mean(bucket.storage, bucket.layout.dtype)
         return mean, state
 
 

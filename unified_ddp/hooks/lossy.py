@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, SharedHook, State, Steps, work_dtype
-
-__all__ = ["LossyHook"]
+from unified_ddp.hooks.collectives import Array, Steps
+from unified_ddp.hooks.ops import Ops
+from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, SharedHook, State, work_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class LossyHook(SharedHook):
         return reduced, (after | {"step": state["step"] + 1} if self.counts_steps else after)
 
     def _mean(self, state: State, bucket: HookBucket) -> Steps:
-        mean = yield from bucket.mean(bucket.buffer, bucket.layout.dtype)
+        mean = yield from bucket.mean(bucket.storage, bucket.layout.dtype)
         return mean, state
 
     def _compressed(self, state: State, bucket: HookBucket) -> Steps:
         ops, dtype = bucket.ops, work_dtype(bucket.layout, self)
-        value = ops.cast(bucket.buffer, dtype)
+        value = ops.cast(bucket.storage, dtype)
         if self.error_feedback:
             value = value + state["error"]
         mean, sent, state = yield from self.compress(state, bucket, value, dtype)

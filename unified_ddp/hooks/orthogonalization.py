@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from unified_ddp.hooks.protocol import Array, Ops
-
-__all__ = ["gram_schmidt", "unit_columns"]
+from unified_ddp.hooks.collectives import Array
+from unified_ddp.hooks.ops import Ops
 
 
 def gram_schmidt(ops: Ops, matrices: Array, dtype: str) -> Array:

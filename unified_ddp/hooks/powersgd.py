@@ -7,13 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from unified_ddp.hooks.host import NumpyOps
+from unified_ddp.hooks.collectives import Array, Steps
 from unified_ddp.hooks.lossy import LossyHook
+from unified_ddp.hooks.ops import Ops
 from unified_ddp.hooks.orthogonalization import gram_schmidt, unit_columns
-from unified_ddp.hooks.protocol import Array, BucketLayout, Held, HookBucket, Ops, State, Steps, work_dtype
+from unified_ddp.hooks.protocol import BucketLayout, Held, HookBucket, State, work_dtype
 from unified_ddp.hooks.random import normal
-
-__all__ = ["PowerSGD"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class PowerSGD(LossyHook):
     Args:
         rank: of the approximation.
         warm_start: whether Q starts from that of the step before. If not, it is drawn anew in each step.
-        orthogonalisation: "gram_schmidt", each column twice against those before it, with dependent columns set to
+        orthogonalization: "gram_schmidt", each column twice against those before it, with dependent columns set to
             zero; or "qr".
         min_compression_rate: see above.
         seed: of the first Q, and of every one without warm start; drawn by `unified_ddp.hooks.random`, for each
@@ -51,7 +50,7 @@ class PowerSGD(LossyHook):
 
     rank: int = 1
     warm_start: bool = True
-    orthogonalisation: Literal["gram_schmidt", "qr"] = "gram_schmidt"
+    orthogonalization: Literal["gram_schmidt", "qr"] = "gram_schmidt"
     min_compression_rate: float = 2.0
     seed: int = 0
 
@@ -59,8 +58,8 @@ class PowerSGD(LossyHook):
         super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"PowerSGD takes a rank of 1 or more, not {self.rank!r}")
-        if self.orthogonalisation not in ("gram_schmidt", "qr"):
-            raise ValueError(f"orthogonalisation takes 'gram_schmidt' or 'qr', not {self.orthogonalisation!r}")
+        if self.orthogonalization not in ("gram_schmidt", "qr"):
+            raise ValueError(f"orthogonalization takes 'gram_schmidt' or 'qr', not {self.orthogonalization!r}")
 
     @property
     def counts_steps(self) -> bool:
@@ -72,7 +71,7 @@ class PowerSGD(LossyHook):
         state = super().init(layout)
         if not self.warm_start:
             return state
-        draw = [self._draw(NumpyOps(), layout, group, np.zeros((), np.uint32)) for group in self._groups(layout)]
+        draw = [self._draw(Ops(), layout, group, np.zeros((), np.uint32)) for group in self._groups(layout)]
         return state | {"q": [q.astype(work_dtype(layout, self)) for q in draw]}
 
     def compress(self, state: State, bucket: HookBucket, value: Array, dtype: str) -> Steps:
@@ -144,7 +143,7 @@ class PowerSGD(LossyHook):
         return numbers.reshape((len(names), group.columns, group.rank))
 
     def _orthogonal(self, ops: Ops, matrices: Array, dtype: str) -> Array:
-        return ops.qr(matrices) if self.orthogonalisation == "qr" else gram_schmidt(ops, matrices, dtype)
+        return ops.qr(matrices) if self.orthogonalization == "qr" else gram_schmidt(ops, matrices, dtype)
 
     @staticmethod
     def _means(bucket: HookBucket, arrays: list[Array], dtype: str) -> Steps:

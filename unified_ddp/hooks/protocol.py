@@ -1,4 +1,4 @@
-"""What a shared comm hook is, what it is given, and what it may ask for.
+"""What a shared comm hook is, and what it is given.
 
 A hook is a generator over one bucket: it yields the collectives that it needs and is sent their results, so that one
 text serves torch, where a collective is under way while other buckets are packed, and JAX, where it is traced.
@@ -8,74 +8,15 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from unified_ddp.errors import MisuseError
+from unified_ddp.hooks.collectives import Array, Gather, Steps, Sum
+from unified_ddp.hooks.ops import Ops
 
-from unified_ddp.errors import ReductionError
-
-__all__ = ["BucketLayout", "Gather", "Held", "HookBucket", "Ops", "SharedHook", "State", "Steps", "Sum", "drive"]
-
-Array = Any
 State = dict[str, Any]
 """A hook's memory of one bucket on one rank: arrays by name, or lists of arrays; a pytree to JAX."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """Asks for the sum of an array over all ranks, added in the array's dtype. The array may be overwritten."""
-
-    array: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather:
-    """Asks for every rank's array, stacked by rank along a new first axis."""
-
-    array: Array
-
-
-Steps = Generator[Sum | Gather, Array, Any]
-
-
-class Ops(Protocol):
-    """A framework's operations; arrays also have Python's operators, comparison, `abs`, `reshape`, `swapaxes`, `sum`.
-
-    `where` broadcasts and takes Python numbers. Unsigned words of 32 bits may be held in wider integers.
-    """
-
-    def from_numpy(self, array: np.ndarray) -> Array: ...  # noqa: D102
-    def cast(self, array: Array, dtype: str) -> Array: ...  # noqa: D102
-    def zeros(self, count: int, dtype: str) -> Array: ...  # noqa: D102
-    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...  # noqa: D102
-    def split(self, flat: Array, sizes: Sequence[int]) -> list[Array]: ...  # noqa: D102
-    def stack(self, arrays: Sequence[Array]) -> Array: ...  # noqa: D102
-    def matmul(self, a: Array, b: Array) -> Array: ...  # noqa: D102
-    def where(self, condition: Array, a: Array, b: Array) -> Array: ...  # noqa: D102
-    def sqrt(self, array: Array) -> Array: ...  # noqa: D102
-    def log(self, array: Array) -> Array: ...  # noqa: D102
-    def cos(self, array: Array) -> Array: ...  # noqa: D102
-
-    def round(self, array: Array) -> Array:
-        """Rounds to integers, halves to even."""
-
-    def amax(self, array: Array) -> Array:
-        """Returns the maximum along the last axis, which stays with size 1; NaN if there is one."""
-
-    def qr(self, matrices: Array) -> Array:
-        """Returns the orthonormal factor of matrices of shape (k, rows, columns), columns <= rows."""
-
-    def top_k(self, array: Array, k: int) -> Array:
-        """Returns the int32 indices of the k largest, in any order; of equal ones, those with the lowest index."""
-
-    def scatter_sum(self, count: int, indices: Array, values: Array) -> Array:
-        """Returns `count` zeros to which values, shape (ranks, k), are added at indices; rank by rank, so that every
-        rank has the same bits. Indices of one rank are different.
-        """
-
-    def branch(self, condition: Array, yes: Callable[[], Steps], no: Callable[[], Steps]) -> Steps:
-        """Runs one of two, by a condition that is the same on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +52,21 @@ class HookBucket:
 
     Attributes:
         layout: what is in it.
-        buffer: the gradients, shape (numel,), not divided by the number of ranks.
-        size: number of ranks.
+        storage: the gradients, shape (numel,), not divided by the number of ranks.
+        world_size: number of ranks.
         ops: operations on such arrays.
         wire: dtype in which floating-point numbers are sent where it is narrower than theirs, see `Compressed`.
     """
 
     layout: BucketLayout
-    buffer: Array
-    size: int
+    storage: Array
+    world_size: int
     ops: Ops
     wire: str | None = None
 
     def mean(self, array: Array, dtype: str) -> Steps:
         """Asks for the mean over all ranks of an array of `dtype`, divided before it is sent, as DDP does."""
-        total = yield Sum(self.ops.cast(array / self.size, self._wire_of(dtype)))
+        total = yield Sum(self.ops.cast(array / self.world_size, self._wire_of(dtype)))
         return self.ops.cast(total, dtype)
 
     def gather(self, array: Array, dtype: str) -> Steps:
@@ -137,7 +78,7 @@ class HookBucket:
         """Returns this rank's part in `mean(array)` times the number of ranks: `array` as it is after rounding."""
         if self._wire_of(dtype) == dtype:
             return array
-        return self.ops.cast(self.ops.cast(array / self.size, self._wire_of(dtype)), dtype) * self.size
+        return self.ops.cast(self.ops.cast(array / self.world_size, self._wire_of(dtype)), dtype) * self.world_size
 
     def as_gathered(self, array: Array, dtype: str) -> Array:
         """Returns `array` as `gather(array)` hands it to every rank."""
@@ -159,13 +100,13 @@ class SharedHook(abc.ABC):
         """Returns a bucket's state on one rank before the first step, as numpy arrays; empty if it has none.
 
         Raises:
-            ReductionError: the hook cannot reduce such a bucket.
+            MisuseError: the hook cannot reduce such a bucket.
         """
         return {}
 
     @abc.abstractmethod
     def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
-        """Yields collectives; returns the reduced bucket (as `bucket.buffer`) and the state for the next step."""
+        """Yields collectives; returns the reduced bucket (as `bucket.storage`) and the state for the next step."""
 
     def carry(self, ops: Ops, layout: BucketLayout, state: State, sources: Sequence[Held]) -> State:
         """Returns the state of a new bucket after buckets were planned anew.
@@ -179,26 +120,15 @@ class SharedHook(abc.ABC):
         return state
 
 
-def drive(steps: Steps, perform: Callable[[Sum | Gather], Array]) -> Any:
-    """Returns what a hook returns, answering each collective as it is asked for."""
-    answer = None
-    while True:
-        try:
-            request = steps.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        answer = perform(request)
-
-
 def work_dtype(layout: BucketLayout, hook: SharedHook) -> str:
     """Returns the dtype in which a lossy hook computes: float32 for narrower gradients, else their own.
 
     Raises:
-        ReductionError: the gradients are no real numbers.
+        MisuseError: the gradients are no real numbers.
     """
     bits = _BITS.get(layout.dtype)
     if bits is None:
-        raise ReductionError(
+        raise MisuseError(
             f"{type(hook).__name__} reduces real floating-point gradients, but bucket {layout.index} "
             f"({layout.names[0]}, ...) holds {layout.dtype}; use AllReduce for a model with such parameters"
         )

@@ -2,10 +2,9 @@
 
 import dataclasses
 
+from unified_ddp.hooks.collectives import Array, Steps
 from unified_ddp.hooks.lossy import LossyHook
-from unified_ddp.hooks.protocol import Array, HookBucket, State, Steps
-
-__all__ = ["Quantize8"]
+from unified_ddp.hooks.protocol import HookBucket, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,6 @@ class Quantize8(LossyHook):
         steps = ops.cast(ops.where(steps > 127, 127.0, ops.where(steps < -127, -127.0, steps)), "int8")
         every_step = yield from bucket.gather(steps, "int8")
         every_scale = yield from bucket.gather(scale, dtype)
-        mean = (ops.cast(every_step, dtype) * (every_scale / bucket.size)).sum(0)
+        mean = (ops.cast(every_step, dtype) * (every_scale / bucket.world_size)).sum(0)
         sent = ops.cast(steps, dtype) * scale
         return mean.reshape((-1,))[:count], sent.reshape((-1,))[:count], state

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unified_ddp.hooks.protocol import Array, Ops
-
-__all__ = ["normal"]
+from unified_ddp.hooks.collectives import Array
+from unified_ddp.hooks.ops import Ops
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA

@@ -3,10 +3,9 @@
 import dataclasses
 import math
 
+from unified_ddp.hooks.collectives import Array, Steps
 from unified_ddp.hooks.lossy import LossyHook
-from unified_ddp.hooks.protocol import Array, HookBucket, State, Steps
-
-__all__ = ["TopK"]
+from unified_ddp.hooks.protocol import HookBucket, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +39,6 @@ class TopK(LossyHook):
         values = value[indices]
         every_value = yield from bucket.gather(values, dtype)
         every_index = yield from bucket.gather(indices, "int32")
-        mean = ops.scatter_sum(count, every_index, every_value / bucket.size)
-        sent = ops.scatter_sum(count, indices[None], bucket.as_gathered(values, dtype)[None])
+        mean = ops.scatter_add(ops.zeros(count, dtype), every_index, every_value / bucket.world_size)
+        sent = ops.scatter_add(ops.zeros(count, dtype), indices[None], bucket.as_gathered(values, dtype)[None])
         return mean, sent, state

@@ -2,38 +2,70 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unified_ddp.errors import ConstructionMismatchError
+from unified_ddp.plan import ParamSpec, itemsize_of, schema_fingerprint
+from unified_ddp.ranks.group import Gathering
 from unified_ddp.ranks.texts import tell_sides
-from unified_ddp.transport import Gathering
-
-__all__ = ["check_construction", "first_difference"]
 
 
-def check_construction(transport: Gathering, description: dict[str, Any], member: str = "rank") -> None:
-    """Compares the ranks' descriptions: 16 bytes a rank if they agree, the whole only if they do not.
+def any_spec(
+    name: str, shape: Sequence[int], dtype: str, *, strides: Sequence[int] = (), trainable: bool = True
+) -> ParamSpec:
+    """Returns the spec of any tensor for this check: a dtype that the core does not know goes into the name."""
+    if not itemsize_of(dtype):
+        name, dtype = f"{name} ({dtype})", "uint8"
+    return ParamSpec(name, shape, dtype, strides=strides, trainable=trainable)
+
+
+def check_construction(
+    gathering: Gathering,
+    parameters: Sequence[ParamSpec],
+    buffers: Sequence[ParamSpec],
+    options: Mapping[str, Any],
+    member: str = "rank",
+) -> None:
+    """Compares what ranks were constructed with: 8 bytes a rank if they agree, names and all only if they do not.
 
     Args:
-        transport: between the ranks.
-        description: what must be equal, JSON-able: lists of "parameters" and of "buffers" in order, each a dict with
-            a name and further fields, and a dict of "options".
+        gathering: between the ranks.
+        parameters: in order; devices and sparsity may differ, and strides of dimensions with one element.
+        buffers: in order.
+        options: what else must be equal, JSON-able.
         member: what a rank is called in messages.
 
     Raises:
         ConstructionMismatchError: on every rank, naming the first difference and the ranks on each side.
     """
-    text = json.dumps(description, sort_keys=True)
-    fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    if len(set(transport.all_gather_ints(fingerprint))) == 1:
+    order = [[spec.name, _strides(spec)] for spec in (*parameters, *buffers)]
+    seen = [schema_fingerprint(parameters), schema_fingerprint(buffers), order, dict(options)]
+    digest = hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=8).digest()
+    if len(set(gathering.all_gather_ints(int.from_bytes(digest, "little")))) == 1:
         return
-    ranks = [json.loads(t) for t in transport.all_gather_text(text)]
-    raise ConstructionMismatchError(first_difference(ranks, member))
+    told = {"parameters": list(map(_told, parameters)), "buffers": list(map(_told, buffers)), "options": dict(options)}
+    ranks = [json.loads(text) for text in gathering.all_gather_text(json.dumps(told))]
+    raise ConstructionMismatchError(_first_difference(ranks, member))
 
 
-def first_difference(ranks: list[dict[str, Any]], member: str = "rank") -> str:
-    """Returns the message for descriptions, by rank, that are not all equal."""
+def _strides(spec: ParamSpec) -> list[int]:
+    """Strides where they matter: along dimensions of more than one element."""
+    return [stride for stride, extent in zip(spec.strides, spec.shape, strict=True) if extent > 1]
+
+
+def _told(spec: ParamSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "strides": _strides(spec),
+        "trainable": spec.trainable,
+    }
+
+
+def _first_difference(ranks: list[dict[str, Any]], member: str) -> str:
+    """Returns the message for what was told, by rank, and is not all equal."""
     many = f"{member}{'es' if member.endswith('s') else 's'}"
     for kind in ("parameters", "buffers"):
         found = _difference_in_tensors(kind, [r[kind] for r in ranks], member, many)

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from unified_ddp.ranks.texts import ranks_text
 
-__all__ = ["GRACE_SECONDS", "KeyValueStore", "RollCall", "Sign"]
-
 GRACE_SECONDS = 5.0
 """How long the other ranks' signs are waited for; ranks that wait in one collective fail within moments."""
 
@@ -89,18 +87,25 @@ class RollCall:
 
         None means that the store cannot be reached.
         """
-        signs: dict[int, Sign | None] = {r: None for r in range(self._world_size) if r != self._rank}
         deadline = time.monotonic() + self._grace
         while True:
-            for rank in signs:
-                try:
-                    text = self._store.get(f"{self._prefix}/{rank}")
-                except Exception:
-                    return None
-                signs[rank] = Sign(**json.loads(text)) if text is not None else None
-            if all(sign is not None and sign.at >= since for sign in signs.values()) or time.monotonic() >= deadline:
+            signs = self.look()
+            if signs is None or time.monotonic() >= deadline:
+                return signs
+            if all(sign is not None and sign.at >= since for sign in signs.values()):
                 return signs
             self._sleep(_POLL_SECONDS)
+
+    def look(self) -> dict[int, Sign | None] | None:
+        """Returns the other ranks' signs that are there now; None means that the store cannot be reached."""
+        signs: dict[int, Sign | None] = {}
+        for rank in (r for r in range(self._world_size) if r != self._rank):
+            try:
+                text = self._store.get(f"{self._prefix}/{rank}")
+            except Exception:
+                return None
+            signs[rank] = Sign(**json.loads(text)) if text is not None else None
+        return signs
 
     def explain(self, mine: Sign, signs: dict[int, Sign | None] | None) -> str:
         """Returns the message: what failed on this rank, which ranks did not arrive, and what each is known to do."""

@@ -1,9 +1,7 @@
-"""Ranks, or processes, in the words of errors."""
+"""Ranks, or processes, and names in the words of errors."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-
-__all__ = ["ranks_text", "tell_sides"]
 
 
 def ranks_text(ranks: Sequence[int], member: str = "rank") -> str:
@@ -15,6 +13,12 @@ def ranks_text(ranks: Sequence[int], member: str = "rank") -> str:
     """
     plural = "es" if member.endswith("s") else "s"
     return f"{member}{plural * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def shortened(names: Sequence[str], most: int = 12) -> str:
+    """Returns the names, the first ones only if there are many: "a, b and 3 more"."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def tell_sides(values: Sequence[str], member: str = "rank") -> str:

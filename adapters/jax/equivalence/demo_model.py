@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 from unified_ddp.equivalence.demo.data import BN_EPSILON, BN_MOMENTUM
 
-__all__ = ["DigitsNet", "loss_and_buffers"]
-
 Arrays = dict[str, jax.Array]
 
 

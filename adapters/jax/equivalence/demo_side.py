@@ -10,16 +10,13 @@ from jax import shard_map
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from unified_ddp.equivalence.demo.config import Fault, Side, VerifyConfig
+from unified_ddp.equivalence.demo.config import Side, VerifyConfig
 from unified_ddp.equivalence.demo.data import BUFFERS, SGD_MOMENTUM, Shards
 from unified_ddp.equivalence.demo.exchange import Exchange, StepRecord
-from unified_ddp.equivalence.demo.faults import break_process
+from unified_ddp.equivalence.demo.faults import break_process, faulty_hook
 from unified_ddp.jax import DistributedDataParallel
-from unified_ddp.jax.equivalence.demo_fault import FaultyAllReduce
 from unified_ddp.jax.equivalence.demo_model import loss_and_buffers
 from unified_ddp.plan import BucketPlan
-
-__all__ = ["run_side"]
 
 AXIS = "data"
 Tree = dict[str, jax.Array]
@@ -44,12 +41,12 @@ def run_side(exchange: Exchange, config: VerifyConfig) -> None:
 class _Trainer:
     def __init__(self, config: VerifyConfig, mesh: Mesh, weights: Arrays, plan: BucketPlan) -> None:
         self.config, self.mesh = config, mesh
-        self.hook = FaultyAllReduce(config) if config.fault_in(Side.JAX) else None
+        self.hook = faulty_hook(config, Side.JAX)
         self.ddp = DistributedDataParallel(weights, axis_name=AXIS, plan=plan, comm_hook=self.hook)
         self.params: Tree = self._replicated(weights)
         self.momentum: Tree = self._replicated({name: np.zeros_like(value) for name, value in weights.items()})
         self.buffers: Tree = self._sharded(self._fresh_buffers())
-        self.previous: Arrays = {}
+        self.hook_state = self._sharded(self.ddp.init_hook_state(config.world_size))
         self.plain_grad = jax.jit(jax.value_and_grad(loss_and_buffers, has_aux=True))
         self.mapped_step = self._make_step()
 
@@ -61,17 +58,16 @@ class _Trainer:
             for rank, record in enumerate(self._step(shards.images[step], shards.labels[step])):
                 exchange.put_step(Side.JAX, rank, step, record)
 
-    def _make_step(self) -> Callable[..., tuple[Tree, Tree, Tree, Tree, jax.Array]]:
-        def step(params: Tree, momentum: Tree, shard: Any) -> tuple[Tree, Tree, Tree, Tree, jax.Array]:
-            buffers, previous, images, labels = jax.tree.map(lambda a: a[0], shard)
-            if self.hook:
-                self.hook.previous = previous
+    def _make_step(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree, jax.Array]]:
+        def step(params: Tree, momentum: Tree, shard: Any) -> tuple[Tree, Tree, Tree, Any, Tree, jax.Array]:
+            buffers, hook_state, images, labels = jax.tree.map(lambda a: a[0], shard)
             buffers = self.ddp.sync_buffers(buffers)
-            value_and_grad = self.ddp.value_and_grad(loss_and_buffers, has_aux=True)
-            (loss, buffers), grads = value_and_grad(params, buffers, images, labels)
+            value_and_grad = self.ddp.value_and_grad(loss_and_buffers, has_aux=True, hook_state=hook_state)
+            (loss, buffers), grads, hook_state = value_and_grad(params, buffers, images, labels)
             momentum = jax.tree.map(lambda m, g: SGD_MOMENTUM * m + g, momentum, grads)
             params = jax.tree.map(lambda p, m: p - self.config.learning_rate * m, params, momentum)
-            return params, momentum, jax.tree.map(lambda a: a[None], buffers), grads, loss[None]
+            buffers, hook_state = jax.tree.map(lambda a: a[None], (buffers, hook_state))
+            return params, momentum, buffers, hook_state, grads, loss[None]
 
         split, same = P(AXIS), P()
         # A broken reduction leaves gradients that differ by replica, which check_vma would refuse before anything ran.
@@ -79,20 +75,17 @@ class _Trainer:
             step,
             mesh=self.mesh,
             in_specs=(same, same, split),
-            out_specs=(same, same, split, same, split),
+            out_specs=(same, same, split, split, same, split),
             check_vma=self.hook is None,
         )
         return jax.jit(mapped)
 
     def _step(self, images: np.ndarray, labels: np.ndarray) -> list[StepRecord]:
         plain = self._plain_step(images, labels)
-        local = {name: np.stack([grads[name] for _, grads in plain]) for name in self.params}
-        stale = self.config.fault_in(Side.JAX) is Fault.STALE_RANK
-        previous = self._sharded(self.previous or local) if stale else {}
-        self.params, self.momentum, self.buffers, reduced, losses = jax.block_until_ready(
-            self.mapped_step(self.params, self.momentum, (self.buffers, previous, *self._sharded((images, labels))))
+        shard = (self.buffers, self.hook_state, *self._sharded((images, labels)))
+        self.params, self.momentum, self.buffers, self.hook_state, reduced, losses = jax.block_until_ready(
+            self.mapped_step(self.params, self.momentum, shard)
         )
-        self.previous = local
         buffers = jax.device_get(self.buffers)
         return [
             StepRecord(

@@ -17,8 +17,6 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.side import TensorInfo
 from unified_ddp.jax.schema import leaf_name
 
-__all__ = ["Named", "Program", "program_of"]
-
 Named = dict[str, Any]
 
 

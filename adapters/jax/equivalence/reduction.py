@@ -21,7 +21,6 @@ from unified_ddp.plan import BucketPlan
 if TYPE_CHECKING:
     from unified_ddp.jax.equivalence.side import JaxSide
 
-__all__ = ["default_layer", "reduce_by_step", "reduce_on_devices", "run_rank"]
 
 _AXIS = "data"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"

@@ -16,8 +16,6 @@ from unified_ddp.equivalence.results import SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorInfo, Trajectory
 from unified_ddp.jax.equivalence.programs import Named, program_of
 
-__all__ = ["JaxSide"]
-
 
 class JaxSide:
     """A JAX model as one side of a pair.

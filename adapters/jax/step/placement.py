@@ -12,9 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.errors import AxisError, UnevenDataError
-from unified_ddp.jax.schema import leaf_name
-
-__all__ = ["auto_mesh", "host_digests", "pad_batch", "per_replica", "replicate", "row_specs", "split_rows"]
+from unified_ddp.jax.pytrees.schema import leaf_name
 
 
 def auto_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -65,7 +63,7 @@ def split_rows(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int,
             raise UnevenDataError(
                 f"{what} leaf '{leaf_name(path)}' has {np.shape(leaf)[0]} rows, which {replicas} replica(s) of this "
                 f"process cannot share evenly in {microbatches} microbatch(es); drop the remainder, or fill it up with "
-                "unified_ddp.jax.pad_batch and pass its weights"
+                "unified_ddp.jax.pad_batch and pass its weight"
             )
         return _place(leaf, NamedSharding(mesh, P(axes) if np.ndim(leaf) else P()))
 
@@ -131,8 +129,8 @@ def pad_batch(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
         rows: how many there are to be.
 
     Returns:
-        The batch as numpy arrays, filled up with copies of its first row (zeros if there is none), and weights of
-        shape (rows,): 1 for what was there, 0 for what was added.
+        The batch as numpy arrays, filled up with copies of its first row (zeros if there is none), and the weight of
+        each row, shape (rows,): 1 for what was there, 0 for what was added.
 
     Raises:
         ValueError: the leaves differ in rows, or have more.

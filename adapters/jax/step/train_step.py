@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
-import threading
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,43 +14,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from unified_ddp.errors import NonFiniteError, ReplicaMismatchError, UnevenDataError
-from unified_ddp.jax.schema import leaf_name
-from unified_ddp.jax.step.placement import auto_mesh, host_digests, per_replica, replicate, row_specs, split_rows
+from unified_ddp.jax.averaging import GradientAveraging
+from unified_ddp.jax.step.construction import check_processes
+from unified_ddp.jax.step.objective import Objective
+from unified_ddp.jax.step.options import StepOptions
+from unified_ddp.jax.step.placement import auto_mesh, host_digests, per_replica, replicate, split_rows
 from unified_ddp.jax.step.processes import ProcessGathering
-from unified_ddp.jax.step.replica_step import ReplicaStep, static_text
+from unified_ddp.jax.step.replica_step import ReplicaStep
+from unified_ddp.jax.step.reports import Dispatched, Reports
+from unified_ddp.jax.step.state import StepInputs, TrainState
+from unified_ddp.jax.step.update import Update, manual_axes
 from unified_ddp.jax.step.waiting import Deadline, InFlight
-from unified_ddp.ranks.construction import check_construction
-from unified_ddp.ranks.texts import tell_sides
-
-if TYPE_CHECKING:
-    from unified_ddp.jax.ddp import DistributedDataParallel
-
-__all__ = ["TrainState", "TrainStep"]
 
 _numbers = itertools.count()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """What a training step takes and gives, equal on all devices, save for `hook_state`.
-
-    Attributes:
-        step: number of steps taken, skipped ones included; int32 scalar.
-        params: the pytree of parameters.
-        opt_state: the optimizer's, for the trained parameters.
-        buffers: module state such as batch statistics; None if there is none.
-        hook_state: the comm hook's, with a leading axis of replicas, as each holds its own; None if there is none.
-        skipped: number of steps that left everything as it was, as gradients were not finite; int32 scalar.
-    """
-
-    step: Any
-    params: Any
-    opt_state: Any
-    buffers: Any
-    hook_state: Any
-    skipped: Any
 
 
 class TrainStep:
@@ -63,41 +38,44 @@ class TrainStep:
 
     def __init__(
         self,
-        ddp: "DistributedDataParallel",
+        averaging: GradientAveraging,
+        loss_fn: Callable[..., Any],
         optimizer: Any,
-        replica_step: ReplicaStep,
         mesh: Mesh | None,
-        donate: bool,
-        max_in_flight: int | None,
-        timeout: float | None,
+        options: StepOptions,
     ) -> None:
         from optax import with_extra_args_support  # the optimizer is optax's, so it is there
 
-        self.mesh = auto_mesh(mesh, ddp.axis_name)
-        self._ddp = ddp
+        self.mesh = auto_mesh(mesh, averaging.axis_name)
+        self._averaging = averaging
         self._optimizer = with_extra_args_support(optimizer)
-        self._replica_step = replica_step
+        self._options = options
         self._several = jax.process_count() > 1
-        self._timeout = timeout
-        self._unchanged = "" if donate else "State is unchanged. "
         self._calls = itertools.count()
         self._compiled: dict[Any, Any] = {}
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        deadline = Deadline(f"train_step {next(_numbers)}", timeout) if self._several and timeout else None
+        self._set_waiting()
+        self._set_program(Objective(loss_fn, options))
+
+    def _set_waiting(self) -> None:
+        options, on_cpu = self._options, self.mesh.devices.flat[0].platform == "cpu"
+        limit = 0 if options.on_nonfinite == "raise" else options.max_in_flight
+        if limit is None:
+            limit = 0 if on_cpu else 2  # several CPU devices abort in XLA's rendezvous when steps pile up
+        timeout = options.timeout if self._several else None
+        deadline = Deadline(f"train_step {next(_numbers)}", timeout) if timeout else None
         # XLA runs a CPU computation in the thread that dispatches it if the process has one device.
         self._dispatch_deadline = deadline if on_cpu else None
-        if max_in_flight is None:
-            max_in_flight = 0 if on_cpu else 2  # several CPU devices abort in XLA's rendezvous when steps pile up
-        self._in_flight = InFlight(max_in_flight, deadline, self._ended)
-        replicated = NamedSharding(self.mesh, P())
-        only_data = set(self.mesh.axis_names) == set(ddp.axis_name)
-        self._state_sharding = replicated if only_data else None
-        by_replica = NamedSharding(self.mesh, P(ddp.axis_name))
-        rest = self._state_sharding
+        self._in_flight = InFlight(limit, deadline, Reports(self._averaging.planned.names, options).judge)
+
+    def _set_program(self, objective: Objective) -> None:
+        axes = self._averaging.axis_name
+        replica_step = ReplicaStep(self._averaging, objective, self._options, self._several)
+        replicated, by_replica = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
+        # Axes that hold no data are left to the compiler.
+        self._state_sharding = rest = replicated if set(self.mesh.axis_names) == set(axes) else None
         self._jitted = jax.jit(
-            self._traced,
-            static_argnums=5,
-            donate_argnums=(0,) if donate else (),
+            Update(self._averaging, self._optimizer, replica_step, self.mesh).step,
+            donate_argnums=(0,) if self._options.donate else (),
             out_shardings=(TrainState(rest, rest, rest, rest, by_replica, rest), replicated, None),
         )
 
@@ -114,27 +92,34 @@ class TrainStep:
             StallError: a process did not come here.
         """
         with self._own_mesh():
-            return self._init(params, buffers)
+            values = self._copied(replicate({"params": params, "buffers": buffers}, self.mesh, "the state's"))
+            trained = self._averaging.planned.find(values["params"]).trained
+            opt_state = jax.jit(self._optimizer.init, out_shardings=self._state_sharding)(trained)
+            counts = replicate((jnp.int32(0), jnp.int32(0)), self.mesh, "counts")
+            hook_state = per_replica(self._averaging.init_hook_state, self.mesh, self._averaging.axis_name)
+            return TrainState(counts[0], values["params"], opt_state, values["buffers"], hook_state, counts[1])
 
-    def _init(self, params: Any, buffers: Any) -> TrainState:
-        values = replicate({"params": params, "buffers": buffers}, self.mesh, "the state's")
-        if self._several:
-            transport = self._gathering("train_step's init")
-            check_construction(transport, self._description(params, buffers), member="process")
-            spread = jax.shard_map(
-                self._ddp.sync_buffers, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **self._manual()
-            )
-            values = jax.jit(spread)(values)
-        else:
-            values = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_sharding)(values)
-        trained = self._ddp.trained(values["params"])
-        opt_state = jax.jit(self._optimizer.init, out_shardings=self._state_sharding)(trained)
-        counts = replicate((jnp.int32(0), jnp.int32(0)), self.mesh, "counts")
-        hook_state = per_replica(self._ddp.init_hook_state, self.mesh, self._ddp.axis_name)
-        return TrainState(counts[0], values["params"], opt_state, values["buffers"], hook_state, counts[1])
+    def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of process 0, once all are found to be built alike."""
+        if not self._several:
+            return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_sharding)(values)
+        averaging, options = self._averaging, self._options.compared() | {"mesh": dict(self.mesh.shape)}
+        check_processes(
+            ProcessGathering("train_step's init", self._options.timeout),
+            values["params"],
+            values["buffers"],
+            jax.eval_shape(self._optimizer.init, averaging.planned.find(values["params"]).trained),
+            averaging.planned.names,
+            options | averaging.compared(),
+        )
+        manual = manual_axes(self.mesh, averaging.axis_name)
+        spread = jax.shard_map(
+            averaging.sync_buffers, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False, **manual
+        )
+        return jax.jit(spread)(values)
 
     def __call__(
-        self, state: TrainState, batch: Any, rng: Any = None, weights: Any = None, **static: Any
+        self, state: TrainState, batch: Any, rng: Any = None, weight: Any = None, **static: Any
     ) -> tuple[TrainState, Any]:
         """Takes one step.
 
@@ -143,7 +128,7 @@ class TrainStep:
             batch: a pytree of arrays whose first axis are this process's rows; scalars are for all replicas.
             rng: a PRNG key. Each replica and microbatch gets one of its own, folded from this one, the state's step,
                 the replica's number and the microbatch's; so the same key may be passed in every step.
-            weights: of shape (rows, ...), such as a mask; `loss_fn` then returns one loss for each.
+            weight: of each row, shape (rows, ...), such as a mask; `loss_fn` then returns one loss for each.
             static: hashable values that `loss_fn` takes as keyword arguments; each new one is compiled anew.
 
         Returns:
@@ -151,8 +136,10 @@ class TrainStep:
 
         Raises:
             UnevenDataError: rows cannot be shared evenly; or (in every process, and nothing was changed) processes gave
-                batches of different shapes, weights or a key in some only, or other static bools, numbers or strings.
+                batches of different shapes, a weight or a key in some only, or other static bools, numbers or strings.
             ReplicaMismatchError: (in every process) processes restored different states, or are at different steps.
+            MisuseError: the optimizer's state is another optimizer's, or the optimizer asks for arguments that are not
+                there; nothing was changed.
             NonFiniteError: gradients are not finite, with `on_nonfinite="raise"`; nothing was changed.
             StallError: a step has not ended in time.
         """
@@ -163,27 +150,20 @@ class TrainStep:
                 "a train_step is jitted already, and places arrays on devices: call it outside jax.jit, scan and other "
                 "transformations, or write the step by hand with value_and_grad"
             )
-        step = next(self._calls)
+        call = next(self._calls)
         held = self._held(state)
-        arguments = self._arguments(state, batch, rng, weights, held, static)
-        if self._dispatch_deadline is None:
-            with self._own_mesh():
-                state, value, checks = self._jitted(*arguments)
-        else:
-            with self._own_mesh():
-                compiled = self._compile(arguments)
-            state, value, checks = self._dispatch_deadline(lambda: compiled(*arguments[:5]), step)
-        told = _told(batch, weights, rng, static) if self._several else ""
-        self._in_flight.add(step, (value, checks, told, held))
+        given = StepInputs(batch, weight, rng, None, tuple(sorted(static.items())))
+        state, value, checks = self._run(call, state, self._placed(given, held))
+        self._in_flight.add(call, Dispatched(value, checks, given.text() if self._several else "", held))
         return state, value
 
     def lower(
-        self, state: TrainState, batch: Any, rng: Any = None, weights: Any = None, **static: Any
+        self, state: TrainState, batch: Any, rng: Any = None, weight: Any = None, **static: Any
     ) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments, to be looked at or compiled."""
-        arguments = self._arguments(state, batch, rng, weights, self._held(state), static)
+        given = StepInputs(batch, weight, rng, None, tuple(sorted(static.items())))
         with self._own_mesh():
-            return self._jitted.lower(*arguments)
+            return self._jitted.lower(state, self._placed(given, self._held(state)))
 
     def wait(self) -> None:
         """Waits for the steps in flight; raises what they have to raise."""
@@ -198,149 +178,29 @@ class TrainStep:
         """Checksums of what was restored, which each process did by itself; the hook's state is each replica's own."""
         return host_digests(dataclasses.replace(state, hook_state=None), self.mesh) if self._several else {}
 
-    def _arguments(
-        self, state: TrainState, batch: Any, rng: Any, weights: Any, held: dict[str, int], static: dict[str, Any]
-    ) -> Any:
-        axes, microbatches = self._ddp.axis_name, self._replica_step.accumulate
-        batch = split_rows(batch, self.mesh, axes, microbatches, "batch")
-        weights = split_rows(weights, self.mesh, axes, microbatches, "weights")
-        rng = replicate(rng, self.mesh, "rng")
+    def _placed(self, given: StepInputs, held: dict[str, int]) -> StepInputs:
+        axes, microbatches = self._averaging.axis_name, self._options.accumulate
         digest = zlib.crc32(json.dumps(held).encode()) >> 1 if held else 0
-        return state, batch, weights, rng, np.int32(digest), tuple(sorted(static.items()))
+        return StepInputs(
+            split_rows(given.batch, self.mesh, axes, microbatches, "batch"),
+            split_rows(given.weight, self.mesh, axes, microbatches, "weight"),
+            replicate(given.rng, self.mesh, "rng"),
+            np.int32(digest),
+            given.static,
+        )
 
-    def _compile(self, arguments: Any) -> Any:
+    def _run(self, call: int, state: TrainState, inputs: StepInputs) -> tuple[TrainState, Any, dict[str, jax.Array]]:
+        if self._dispatch_deadline is None:
+            with self._own_mesh():
+                return self._jitted(state, inputs)
+        with self._own_mesh():
+            compiled = self._compile(state, inputs)
+        return self._dispatch_deadline(lambda: compiled(state, inputs), call)
+
+    def _compile(self, state: TrainState, inputs: StepInputs) -> Any:
         """Compiles here, where the caller's settings hold, what another thread is to run."""
-        leaves, treedef = jax.tree.flatten(arguments[:5])
+        leaves, treedef = jax.tree.flatten((state, inputs))
         kinds = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (treedef, kinds, arguments[5])
-        if key not in self._compiled:
-            self._compiled[key] = self._jitted.lower(*arguments).compile()
-        return self._compiled[key]
-
-    def _traced(
-        self, state: TrainState, batch: Any, weights: Any, rng: Any, digest: Any, static: tuple[tuple[str, Any], ...]
-    ) -> tuple[TrainState, Any, dict[str, jax.Array]]:
-        import optax
-
-        axes, replica_step = self._ddp.axis_name, self._replica_step
-        mapped = jax.shard_map(
-            functools.partial(replica_step, dict(static)),
-            mesh=self.mesh,
-            in_specs=(P(), P(), P(axes), row_specs(batch, axes), row_specs(weights, axes), P(), P(), P()),
-            out_specs=(P(), P(), P(), P(), P(axes), replica_step.checks()),
-            check_vma=False,  # loss functions that start a scan's carry from constants are refused otherwise
-            **self._manual(),
-        )
-        loss, aux, grads, buffers, hook_state, found = mapped(
-            state.params, state.buffers, state.hook_state, batch, weights, rng, state.step, digest
-        )
-        old = (state.params, state.opt_state, state.buffers, state.hook_state)
-        trained = self._ddp.trained(state.params)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, trained, value=loss)
-        params = self._ddp.with_trained(state.params, optax.apply_updates(trained, updates))
-        new = (params, opt_state, buffers, hook_state)
-        skipped = state.skipped
-        if found:
-            refused = found.get("uneven", False) | found.get("apart", False)
-            taken = found.get("finite", True) & jnp.logical_not(refused)
-            new = jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, old)
-            skipped += 1 - taken.astype(skipped.dtype)
-        state = TrainState(state.step + 1, *new, skipped)
-        return state, (loss, aux) if replica_step.has_aux else loss, found
-
-    def _manual(self) -> dict[str, Any]:
-        """Axes of the mesh that hold no data are left to the compiler."""
-        return {} if self._state_sharding is not None else {"axis_names": set(self._ddp.axis_name)}
-
-    def _gathering(self, what: str) -> ProcessGathering:
-        return ProcessGathering(what, self._timeout or threading.TIMEOUT_MAX)
-
-    def _ended(self, step: int, result: tuple[Any, dict[str, jax.Array], str, dict[str, int]]) -> None:
-        _, checks, told, held = result
-        if "uneven" in checks and bool(checks["uneven"]):
-            every = self._gathering("the report of uneven batches").all_gather_text(told)
-            raise UnevenDataError(
-                f"step {step}: processes gave batches or arguments that differ: {tell_sides(every, 'process')}. "
-                f"{self._unchanged}Drop the remainder, or fill every process's batch up to the same number of rows "
-                "with unified_ddp.jax.pad_batch; pass weights and rng in all or none, and the same static arguments."
-            )
-        if "apart" in checks and bool(checks["apart"]):
-            raise ReplicaMismatchError(self._apart(step, held | {"step": int(checks["step"])}))
-        if "bad" in checks and not bool(checks["finite"]):
-            raise NonFiniteError(self._nonfinite(step, checks))
-
-    def _apart(self, step: int, held: dict[str, int]) -> str:
-        gathering = self._gathering("the report of states that differ")
-        every = [json.loads(text) for text in gathering.all_gather_text(json.dumps(held))]
-        names = dict.fromkeys(name for one in every for name in ("step", *one))
-        sides = {name: tell_sides([str(one.get(name, "not restored")) for one in every], "process") for name in names}
-        name = next(name for name in names if sides[name])
-        what = "is" if name == "step" else "was restored with checksum"
-        return (
-            f"step {step}: processes gave states that differ: {name} {what} {sides[name]}. {self._unchanged}Restore "
-            "the same state in every process, or make a new one with init, which takes that of process 0."
-        )
-
-    def _nonfinite(self, step: int, checks: dict[str, jax.Array]) -> str:
-        names = self._ddp.trained_names()
-        mine = {
-            int(shard.index[0].start or 0): [name for name, bad in zip(names, shard.data[0], strict=True) if bad]
-            for shard in checks["bad"].addressable_shards
-        }
-        gathering = self._gathering("the report of gradients that are not finite")
-        every = [json.loads(text) for text in gathering.all_gather_text(json.dumps(mine))]
-        bad = {int(replica): (p, found) for p, by in enumerate(every) for replica, found in by.items() if found}
-        told = "; ".join(
-            f"{_some(found)} on replica {replica}" + (f" (process {process})" if self._several else "")
-            for replica, (process, found) in sorted(bad.items())
-        )
-        if not told:
-            reduced = [name for name, bad in zip(names, checks["bad_mean"], strict=True) if bad]
-            told = f"{_some(reduced)} in the mean over replicas, though on no replica: the sum overflowed"
-        return (
-            f"step {step}: gradients are not finite: {told}. State is unchanged; lower the learning rate, clip "
-            'gradients, look at this batch, or pass on_nonfinite="skip".'
-        )
-
-    def _description(self, params: Any, buffers: Any) -> dict[str, Any]:
-        """What must be equal in all processes."""
-        options = {
-            field.name: getattr(self._replica_step, field.name)
-            for field in dataclasses.fields(self._replica_step)
-            if field.name not in ("ddp", "loss_fn")
-        }
-        state = jax.eval_shape(self._optimizer.init, self._ddp.trained(params))
-        options |= {"mesh": dict(self.mesh.shape), "jax": jax.__version__, "optimizer_state": _shapes(state)}
-        trained = set(self._ddp.trained_names())
-        return {
-            "parameters": [tensor | {"trainable": tensor["name"] in trained} for tensor in _tensors(params)],
-            "buffers": _tensors(buffers),
-            "options": {name: str(value) for name, value in (options | self._ddp.options()).items()},
-        }
-
-
-def _tensors(tree: Any) -> list[dict[str, Any]]:
-    return [
-        {"name": leaf_name(path), "shape": list(jnp.shape(leaf)), "dtype": str(jax.typeof(leaf).dtype)}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-
-
-def _shapes(tree: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return "(" + ", ".join(f"{leaf_name(path)}: {list(jnp.shape(leaf))}" for path, leaf in leaves) + ")"
-
-
-def _told(batch: Any, weights: Any, rng: Any, static: dict[str, Any]) -> str:
-    """What a process gave, in errors."""
-    arguments = {"batch": batch} | ({} if weights is None else {"weights": weights})
-    kinds = [
-        f"{leaf_name(path)}: {list(jnp.shape(leaf))} {jax.typeof(leaf).dtype}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
-    ]
-    rest = ["rng"] * (rng is not None) + [static_text(static)] * bool(static)
-    return f"({', '.join(kinds + rest)})"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        if (treedef, kinds) not in self._compiled:
+            self._compiled[treedef, kinds] = self._jitted.lower(state, inputs).compile()
+        return self._compiled[treedef, kinds]

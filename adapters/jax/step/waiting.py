@@ -13,8 +13,6 @@ import jax
 from unified_ddp.errors import StallError
 from unified_ddp.jax.step.processes import ProgressBoard
 
-__all__ = ["Deadline", "InFlight"]
-
 Call = Callable[[], Any]
 
 
@@ -51,16 +49,19 @@ class Deadline:
 
     def _stalled(self, step: int) -> str:
         behind = self._board.behind(step)
-        told = [
-            f"process {process} has not come to it"
-            + (f" (it last waited long for step {last})" if last is not None else "")
-            for process, last in behind.items()
-        ]
-        who = "; ".join(told) or "all processes wait for it: a collective or a device is stuck"
+        if behind is None:
+            who = "which process has not come to it is not known, as this version of JAX hides its key-value store"
+        else:
+            told = [
+                f"process {process} has not come to it"
+                + (f" (it last waited long for step {last})" if last is not None else "")
+                for process, last in behind.items()
+            ]
+            who = "; ".join(told) or "all processes wait for it: a collective or a device is stuck"
         return (
             f"{self._name}, step {step} (the calls of this process, from 0), has not ended within "
             f"{self._timeout:g} s: {who}. Every process must call the step equally often; one that has no data left "
-            "passes a batch of weights 0, see unified_ddp.jax.pad_batch. timeout= sets the time."
+            "passes a batch of weight 0, see unified_ddp.jax.pad_batch. timeout= sets the time."
         )
 
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from unified_ddp.torch.reduction import autograd
 
-__all__ = ["StepOptimizersState", "step_optimizers_hook"]
-
 
 @dataclass(frozen=True)
 class StepOptimizersState:

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unified_ddp.errors import ReductionError
-from unified_ddp.hooks.protocol import BucketLayout, Gather, HookBucket, SharedHook, State, Steps, Sum
+from unified_ddp.errors import MisuseError
+from unified_ddp.hooks.collectives import Gather, Steps, Sum
+from unified_ddp.hooks.protocol import BucketLayout, HookBucket, SharedHook, State
 from unified_ddp.torch.comm_hooks.ops import TorchOps
 from unified_ddp.torch.reduction.bucket import GradBucket
 from unified_ddp.torch.schema import dtype_name
-
-__all__ = ["HookState", "shared_hook"]
 
 
 class HookState:
@@ -71,14 +70,14 @@ def shared_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[to
     """Reduces a bucket by the hook in `state`; the comm hook to register.
 
     Raises:
-        ReductionError: the hook cannot reduce such a bucket.
+        MisuseError: the hook cannot reduce such a bucket.
     """
     return state.start(bucket)
 
 
 def _layout(bucket: GradBucket) -> BucketLayout:
     if bucket.buffer().is_sparse:
-        raise ReductionError(
+        raise MisuseError(
             f"bucket {bucket.index()} ({', '.join(bucket.names())}) is a sparse gradient, which hooks of "
             "unified_ddp.hooks cannot reduce; make the embedding dense (sparse=False)"
         )

@@ -19,18 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from unified_ddp.torch.comm_hooks import zero as zero_hooks
-from unified_ddp.torch.comm_hooks.zero import hook_with_zero_step, hook_with_zero_step_interleaved
-
-__all__ = [
-    "batched_powerSGD_hook",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
-    "must_run_alone",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-    "quantize",
-    "working_hook",
-]
 
 Future = torch.futures.Future
 Hook = Callable[..., Any]

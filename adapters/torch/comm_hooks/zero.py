@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future]
 

@@ -7,8 +7,6 @@ from torch.nn import functional
 
 from unified_ddp.equivalence.demo.data import BN_EPSILON, BN_MOMENTUM, BUFFERS, PARAMS
 
-__all__ = ["DigitsNet", "make_model"]
-
 
 class DigitsNet(nn.Module):
     """Two convolutions with batch norm, two linear layers.

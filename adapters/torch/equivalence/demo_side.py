@@ -15,12 +15,9 @@ import unified_ddp
 from unified_ddp.equivalence.demo.config import Side, VerifyConfig
 from unified_ddp.equivalence.demo.data import SGD_MOMENTUM, Shards
 from unified_ddp.equivalence.demo.exchange import Exchange, StepRecord
-from unified_ddp.equivalence.demo.faults import break_process
-from unified_ddp.torch import DistributedDataParallel
-from unified_ddp.torch.equivalence.demo_fault import FaultyAllReduce
+from unified_ddp.equivalence.demo.faults import break_process, faulty_hook
+from unified_ddp.torch import DistributedDataParallel, HookState, shared_hook
 from unified_ddp.torch.equivalence.demo_model import make_model
-
-__all__ = ["run_rank"]
 
 
 def run_rank(exchange: Exchange, config: VerifyConfig, rank: int) -> None:
@@ -47,9 +44,6 @@ class _Trainer:
         self.plain = copy.deepcopy(self.model)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=config.bucket_cap_mb)
         self.momentum = [torch.zeros_like(param) for param in self.model.parameters()]
-        self.fault = FaultyAllReduce(config, rank) if config.fault_in(Side.TORCH) else None
-        if self.fault:
-            self.ddp.register_comm_hook(self.fault, FaultyAllReduce.hook)
 
     def train(self, exchange: Exchange, shards: Shards) -> None:
         images, labels = torch.from_numpy(shards.images), torch.from_numpy(shards.labels).long()
@@ -67,8 +61,8 @@ class _Trainer:
         self.ddp.zero_grad()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(before[name])
-        if self.fault:
-            self.fault.active = True
+        if hook := faulty_hook(self.config, Side.TORCH):
+            self.ddp.register_comm_hook(HookState(hook), shared_hook)
 
     def _step(self, images: Tensor, labels: Tensor) -> StepRecord:
         self._align_plain()

@@ -5,8 +5,6 @@ from typing import Any
 
 from unified_ddp.equivalence.errors import EquivalenceError
 
-__all__ = ["Stepper", "stepper_of"]
-
 Stepper = Callable[[], Any]
 
 

@@ -21,8 +21,6 @@ from unified_ddp.torch.equivalence.timeline import record_timeline
 if TYPE_CHECKING:
     from unified_ddp.torch.equivalence.side import TorchSide
 
-__all__ = ["reduce_on_ranks", "run_rank"]
-
 
 @dataclass(frozen=True)
 class _Job:

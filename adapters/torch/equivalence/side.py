@@ -16,8 +16,6 @@ from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorIn
 from unified_ddp.torch.equivalence.optimizers import Stepper, stepper_of
 from unified_ddp.torch.equivalence.tensors import cast_module, describe, from_numpy, load, tensors_of, to_numpy
 
-__all__ = ["TorchSide"]
-
 Loss = Callable[[nn.Module, Any], Any]
 
 

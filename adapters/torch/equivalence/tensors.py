@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from unified_ddp.equivalence.side import Arrays, TensorInfo
 from unified_ddp.torch.schema import dtype_name
 
-__all__ = ["cast_module", "describe", "from_numpy", "load", "tensors_of", "to_numpy", "torch_dtype"]
-
 _COMPLEX = {"float64": torch.complex128}
 
 

@@ -14,7 +14,6 @@ from unified_ddp.torch.ddp import DistributedDataParallel
 if TYPE_CHECKING:
     from unified_ddp.torch.equivalence.side import TorchSide
 
-__all__ = ["record_timeline"]
 
 _BACKWARDS = 3
 """Buckets are rebuilt after the first, the second warms up, and the last is told."""

@@ -1,37 +1,41 @@
 """The sync of buffers before a forward, without a harm to backward passes that still need their old values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-__all__ = ["broadcast_buffers"]
+from unified_ddp.torch.module.broadcast import compact
 
 
 def broadcast_buffers(
-    group: dist.ProcessGroup, module: nn.Module, buffers: Sequence[torch.Tensor], bucket_size: int, source: int
+    module: nn.Module, buffers: Sequence[torch.Tensor], is_source: bool, send: Callable[[list[torch.Tensor]], None]
 ) -> None:
-    """Gives every rank the buffers of rank `source`.
+    """Gives every rank the buffers of one.
 
     A buffer that a graph saved for its backward pass keeps its value in that graph: the module gets a new tensor in its
     place. All others are written in place.
 
     Args:
-        group: the ranks.
         module: the owner of the buffers.
         buffers: in the same order on all ranks.
-        bucket_size: most bytes to broadcast at once.
-        source: rank in the group.
+        is_source: whether these are the ones that every rank gets.
+        send: broadcasts tensors in place.
     """
-    saved = {} if group.rank() == source else {b: b.clone() for b in buffers if _is_saved(b)}
-    dist._broadcast_coalesced(group, [saved.get(b, b) for b in buffers], bucket_size, source)
+    saved = {} if is_source else {b: _clone(b) for b in buffers if _is_saved(b)}
+    send([saved.get(b, b) for b in buffers])
     changed = {old: new for old, new in saved.items() if not _same_bits(old, new)}
     if changed:
         for owner in module.modules():
             for name, held in owner._buffers.items():
                 if held in changed:
                     owner._buffers[name] = changed[held]
+
+
+def _clone(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that repeats where the buffer does."""
+    one = compact(buffer)
+    return one.clone() if one is buffer else one.clone().expand(buffer.shape)
 
 
 def _is_saved(buffer: torch.Tensor) -> bool:
@@ -41,4 +45,8 @@ def _is_saved(buffer: torch.Tensor) -> bool:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

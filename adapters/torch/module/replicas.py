@@ -10,8 +10,6 @@ from unified_ddp.errors import ReplicaMismatchError
 from unified_ddp.ranks.texts import tell_sides
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
-__all__ = ["check_replicas", "fingerprint"]
-
 _CHUNK = 1 << 16
 """Pieces hashed at once: their int64 copies stay in a CPU's cache."""
 

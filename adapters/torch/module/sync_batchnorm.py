@@ -8,8 +8,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ["SyncBatchNorm", "adopt_sync_batchnorm"]
-
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's `SyncBatchNorm`, on CPUs over gloo, too: batch norm over the batches of all ranks.

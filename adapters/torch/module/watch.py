@@ -9,43 +9,50 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-__all__ = ["ModuleWatch"]
-
 
 class ModuleWatch:
-    """Says whether a module still is what its reducer was made for.
+    """Says whether a wrapped module still is what its reducer was made for.
 
     torch tells of every parameter, buffer and submodule that is assigned. What `torch.func.functional_call` puts in
     their place for a while it does not tell, and that is no change.
 
     Args:
-        module: the wrapped module.
+        wrapper: whose `module` is the wrapped one.
         reduced: the parameters that its reducer knows.
         ignored: names of parameters that are not reduced.
         casts: the parameters' dtypes change in each iteration, by mixed precision, and tell nothing.
     """
 
     def __init__(
-        self, module: nn.Module, reduced: Collection[torch.Tensor], ignored: Collection[str], casts: bool
+        self, wrapper: nn.Module, reduced: Collection[torch.Tensor], ignored: Collection[str], casts: bool
     ) -> None:
         _listen()
-        self._module = module
+        self._wrapper = weakref.ref(wrapper)
+        self.module = self._module
+        """The module that the reducer was made for."""
         self._ignored = ignored
         self._named = self._parameters()
         known = set(reduced)
-        self._frozen = [p for p in self._named.values() if p not in known]
+        self._frozen = [p for p in self._named.values() if p not in known and not p.requires_grad]
         self._cast = [] if casts else list(self._named.values())
         self._dtypes = [p.dtype for p in self._cast]
         self._device = next(iter(self._named.values())).device
-        self._has_buffers = any(True for _ in module.buffers())
+        self._has_buffers = any(True for _ in self.module.buffers())
         self._assigned = False
-        for part in module.modules():
+        for part in (wrapper, *self.module.modules()):
             _watches.setdefault(part, weakref.WeakSet()).add(self)
+
+    @property
+    def _module(self) -> nn.Module:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper.module  # type: ignore[return-value]
 
     def changed(self) -> bool:
         """Says whether parameters were added, removed, replaced, cast, moved or unfrozen, or first buffers added.
 
-        Freezing is no change: the reducer may go on knowing a parameter that gets no gradient.
+        Another module in the place of the wrapped one is a change, too. Freezing is none: the reducer may go on knowing
+        a parameter that gets no gradient.
         """
         if any(p.requires_grad for p in self._frozen) or [p.dtype for p in self._cast] != self._dtypes:
             return True
@@ -53,7 +60,24 @@ class ModuleWatch:
             return True
         if self._assigned:
             self._assigned = self.differs()
-        return self._assigned
+        return self._assigned or self._module is not self.module
+
+    def ignored_now(self) -> set[str]:
+        """Returns what is ignored in the module that is wrapped now: what it says itself, and what was before."""
+        if self._module is self.module:
+            return set(self._ignored)
+        before, now = ((*m.named_parameters(), *m.named_buffers()) for m in (self.module, self._module))
+        tensors = {tensor for name, tensor in before if name in self._ignored}
+        return names_to_ignore(self._module) | {name for name, tensor in now if tensor in tensors}
+
+    @property
+    def known(self) -> set[nn.Parameter]:
+        """The parameters that were in the module when its reducer was made."""
+        return set(self._named.values())
+
+    def changed_inside(self) -> bool:
+        """Says whether a forward has added, removed, replaced or unfrozen parameters."""
+        return any(p.requires_grad for p in self._frozen) or (self._assigned and self.differs())
 
     def differs(self) -> bool:
         """Says, at the cost of a walk over the module, whether other parameters are in it, or first buffers."""
@@ -68,6 +92,11 @@ class ModuleWatch:
         """Hears that a part of the module was assigned a parameter or submodule, or a buffer."""
         if not (buffer and self._has_buffers):
             self._assigned = True
+
+
+def names_to_ignore(module: nn.Module) -> set[str]:
+    """Returns the names of parameters and buffers that `_set_params_and_buffers_to_ignore_for_model` put there."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 _watches: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModuleWatch]]" = weakref.WeakKeyDictionary()

@@ -1,13 +1,8 @@
 """Uneven inputs: what a rank does that has none left while others go on."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
-
-if TYPE_CHECKING:
-    from unified_ddp.torch.ddp import DistributedDataParallel
-
-__all__ = ["DDPJoinHook"]
 
 
 class DDPJoinHook(JoinHook):
@@ -18,7 +13,7 @@ class DDPJoinHook(JoinHook):
         divide_by_initial_world_size: divide gradients by all ranks; else by those that still have inputs.
     """
 
-    def __init__(self, ddp: "DistributedDataParallel", divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         ddp.logger._set_uneven_input_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
@@ -36,10 +31,12 @@ class DDPJoinHook(JoinHook):
             ddp._sync_module_buffers(ddp._find_common_rank(reducer.transport.rank, False))
         ddp.require_forward_param_sync = syncs
         if syncs:
-            reducer.shadow_backward()
+            ddp._match_all_reduce_for_bwd_pass()
+            if ddp.find_unused_parameters:
+                ddp._match_unused_params_allreduce()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes the model of the rank that joined last, and leaves the context: torch's `Join` does not tell us to."""
         self.ddp._sync_final_model(is_last_joiner)
         self.ddp._join_config = _JoinConfig.construct_disabled_join_config()
-        self.ddp.reducer.backend.set_join_work(None)
+        self.ddp.reducer.scaling.divide_by_joined(None)

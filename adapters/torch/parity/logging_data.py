@@ -13,9 +13,8 @@ from unified_ddp.torch.reduction.timing import durations
 from unified_ddp.torch.schema import dtype_name
 
 if TYPE_CHECKING:
-    from unified_ddp.torch.reduction.gradient_reducer import GradientReducer
+    from unified_ddp.torch.parity.torchs_reducer import TorchsReducer
 
-__all__ = ["DDPLogger"]
 
 _C_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 _GLOO_VARIABLES = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
@@ -37,7 +36,7 @@ class DDPLogger:
     `sample_rate`-th.
     """
 
-    def __init__(self, reducer: "GradientReducer") -> None:
+    def __init__(self, reducer: "TorchsReducer") -> None:
         self._reducer_ref = weakref.ref(reducer)  # the reducer holds its logger
         self.sample_rate = 100
         self.iteration = 0
@@ -46,7 +45,7 @@ class DDPLogger:
         self.ints: dict[str, int] = {}
 
     @property
-    def _reducer(self) -> "GradientReducer":
+    def _reducer(self) -> "TorchsReducer":
         reducer = self._reducer_ref()
         assert reducer is not None
         return reducer
@@ -93,9 +92,9 @@ class DDPLogger:
             "output_device": output_device,
             "broadcast_buffers": int(broadcast_buffers),
             "has_sync_bn": int(has_sync_bn),
-            "bucket_cap_bytes": reducer.options.bucket_cap_bytes,
-            "find_unused_parameters": int(reducer.options.find_unused),
-            "gradient_as_bucket_view": int(reducer.options.as_views),
+            "bucket_cap_bytes": reducer.options.caps.largest,
+            "find_unused_parameters": int(reducer.options.find_unused_parameters),
+            "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
             "is_multi_device_module": int(len({p.device for p in reducer.params}) > 1),
             "num_parameter_tensors": len(reducer.params),
             "total_parameter_size_bytes": sum(p.nbytes for p in reducer.plan.params),
@@ -117,10 +116,11 @@ class DDPLogger:
     def _take_runtime_facts(self) -> None:
         reducer = self._reducer
         self._samples += 1
-        self.strs["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.last_order))
+        last = reducer.last_pass
+        self.strs["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, last.order)) if last else ""
         self.ints |= {
             "iteration": self.iteration,
-            "num_buckets_reduced": reducer.buckets_reduced,
+            "num_buckets_reduced": last.launched if last else 0,
             "unused_parameter_size": sum(reducer.plan.params[i].nbytes for i in reducer.last_unused),
         }
         if reducer.rebuilt:
@@ -156,7 +156,7 @@ class DDPLogger:
         self.ints["static_graph"] = 1
 
 
-def _bucket_sizes(reducer: "GradientReducer") -> str:
+def _bucket_sizes(reducer: "TorchsReducer") -> str:
     return ", ".join(str(b.nbytes) for b in reducer.plan.buckets)
 
 

@@ -10,8 +10,6 @@ import torch
 from unified_ddp.torch.reduction.sparse import SparseBucketStorage
 from unified_ddp.torch.reduction.storage import BucketStorage, gradient_views
 
-__all__ = ["GradBucket"]
-
 
 class GradBucket:
     """One bucket as a comm hook sees it: this rank's gradients, not divided by the world size.

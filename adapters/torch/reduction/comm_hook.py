@@ -11,18 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from unified_ddp.torch.reduction.bucket import GradBucket
 
-__all__ = [
-    "CommHook",
-    "DeferredReduction",
-    "DenseReduction",
-    "FutureReduction",
-    "NoReduction",
-    "WorkReduction",
-    "builtin_hook",
-    "check_comm_hook",
-    "hook_name",
-]
-
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
@@ -54,12 +42,12 @@ class CommHook:
 class WorkReduction:
     """A collective in place on `storage`."""
 
-    work: dist.Work
+    wait: Callable[[], None]
     storage: torch.Tensor
 
     def result(self) -> torch.Tensor:
         """Waits (NCCL: makes the current stream wait) and returns the storage."""
-        self.work.wait()
+        self.wait()
         return self.storage
 
 
@@ -67,24 +55,13 @@ class WorkReduction:
 class DenseReduction:
     """A sparse gradient summed as a dense tensor, where the backend sums no sparse ones (NCCL)."""
 
-    work: dist.Work
+    wait: Callable[[], None]
     dense: torch.Tensor
 
     def result(self) -> torch.Tensor:
         """Waits as `WorkReduction` and returns the sum, sparse in the first dimension."""
-        self.work.wait()
+        self.wait()
         return self.dense.to_sparse(1)
-
-
-@dataclass(frozen=True)
-class NoReduction:
-    """A bucket that is left out."""
-
-    storage: torch.Tensor
-
-    def result(self) -> torch.Tensor:
-        """Returns the storage."""
-        return self.storage
 
 
 @dataclass(frozen=True)

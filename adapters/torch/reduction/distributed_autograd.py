@@ -3,13 +3,13 @@
 Its engine does not run the nodes that accumulate gradients, nor hooks on parameters; it calls the hooks of those nodes.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-__all__ = ["context_gradients", "current_context", "hook_nodes", "is_in_use"]
+from unified_ddp.weak import weak_call
 
 
 def is_in_use() -> bool:
@@ -31,13 +31,32 @@ def context_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
     return torch.distributed.autograd.get_gradients(context)
 
 
-def hook_nodes(nodes: Sequence[Node], call: Callable[[int], None]) -> list[Any]:
-    """Calls `call(i)` after node i's gradient was accumulated, in `.grad` or in a context. Returns handles."""
+class Contexts:
+    """Follows distributed autograd, from the first forward in which it is in use.
 
-    def hook(index: int) -> Callable[..., None]:
-        def run(*_: Any) -> None:
-            call(index)
+    Args:
+        nodes: that accumulate the parameters' gradients.
+        ran: called with a parameter's number and the context's id, or None, after its gradient was accumulated, in
+            `.grad` or in the context of the last forward; keeps nothing alive.
+    """
 
-        return run
+    def __init__(self, nodes: Sequence[Node], ran: Callable[[int, int | None], None]) -> None:
+        self._nodes = nodes
+        self._ran = ran
+        self._context: int | None = None
+        self._is_hooked = False
 
-    return [node.register_hook(hook(i)) for i, node in enumerate(nodes)]
+    def enter(self) -> None:
+        """Hears of a forward."""
+        if not is_in_use():
+            return
+        self._context = current_context()
+        if not self._is_hooked:
+            self._is_hooked = True
+            call = weak_call(self._node_ran)
+            handles = [node.register_hook(lambda *_, i=i: call(i)) for i, node in enumerate(self._nodes)]
+            for handle in handles:
+                weakref.finalize(self, handle.remove)
+
+    def _node_ran(self, param: int) -> None:
+        self._ran(param, self._context)

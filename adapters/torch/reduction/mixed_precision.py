@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.utils import _cast_forward_inputs
 
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-from unified_ddp.torch.reduction.storage import BucketStorage, gradient_views, scale_gradient
-
-__all__ = ["MixedBucketStorage", "MixedPrecision"]
+from unified_ddp.torch.reduction.storage import BucketStorage, Context, gradient_views, scale_gradient
 
 
 class MixedPrecision:
@@ -103,15 +102,17 @@ class MixedBucketStorage(BucketStorage):
         super().__init__(spec, params, as_views=False, dtype=mixed.storage_dtype(params[0]))
         self._mixed = mixed
 
-    def gradient(self, position: int) -> torch.Tensor | None:
+    def gradient(self, position: int, context: Context | None = None) -> torch.Tensor | None:
         """Returns the gradient to pack."""
         return self._mixed.gradient(self.params[position])
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+    def unpack(
+        self, reduced: torch.Tensor, keep: Collection[int], state: BucketState, context: Context | None = None
+    ) -> Collection[int]:
         """Makes `reduced` the gradients, in the parameters' own dtype; returns the positions that it did so for."""
         with torch.no_grad():
             views = gradient_views(self.checked(reduced), self.spec, self.params)
-            left = self._absent_everywhere(views).union(keep)
+            left = self._left_alone(views, keep, state)
             for position, param in enumerate(self.params):
                 grad = self.gradient(position) if position in left else views[position].clone()
                 self._mixed.restore_param(param, grad)

@@ -1,14 +1,12 @@
 """Hooks on parameters whose reduced gradient is final: to step, clip or log bucket by bucket."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-__all__ = ["PostReductionHook", "PostReductionHooks"]
 
 PostReductionHook = Callable[[str, nn.Parameter], None]
 
@@ -29,6 +27,12 @@ class PostReductionHooks:
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = (hook, frozenset(names) if names is not None else None)
         return handle
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Hears of the new names of parameters that lie elsewhere in the module now."""
+        for key, (hook, wanted) in self.hooks.items():
+            if wanted is not None:
+                self.hooks[key] = hook, frozenset(names.get(name, name) for name in wanted)
 
     def run(self, names: Sequence[str], params: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
         """Calls the hooks on the parameters of these indices, whose gradients are reduced now."""

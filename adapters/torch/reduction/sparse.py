@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 import torch
 
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
-
-__all__ = ["SparseBucketStorage"]
+from unified_ddp.torch.reduction.storage import Context, missing_in_context
 
 
 class SparseBucketStorage:
@@ -21,57 +21,60 @@ class SparseBucketStorage:
         self.spec = spec
         self.params = [param]
         self.flat = self._empty()
-        self.context: dict[torch.Tensor, torch.Tensor] | None = None
-        self._dense = False
-        self.lent: set[int] = set()
-
-    def restart(self) -> None:
-        """Forgets what an earlier backward pass, ended by an exception, may have left packed."""
-        self.context = None
         self._dense = False
 
-    def gradient(self, position: int = 0) -> torch.Tensor | None:
+    def gradient(self, position: int = 0, context: Context | None = None) -> torch.Tensor | None:
         """Returns the gradient to pack."""
         param = self.params[position]
-        return param.grad if self.context is None else self.context.get(param)
+        return param.grad if context is None else context.get(param)
 
     @property
     def views(self) -> list[torch.Tensor]:
         """The gradient being reduced."""
         return [self.flat]
 
-    def pack_one(self, position: int, scale: float) -> None:
+    def pack_one(self, position: int, scale: float, state: BucketState) -> None:
         """Sparse gradients are packed when their bucket is launched."""
 
-    def pack_rest(self, scale: float) -> None:
+    def pack_rest(self, scale: float, state: BucketState, context: Context | None = None) -> None:
         """Takes a copy of the gradient. A missing one counts as zero, a dense one is made sparse."""
-        grad = self.gradient()
+        grad = self.gradient(context=context)
         with torch.no_grad():
             self._dense = grad is not None and not grad.is_sparse
             if grad is None or scale == 0.0:
                 self.flat = self._empty()
+                state.absent.update([0] if grad is None else ())
             else:
                 own = grad.to_sparse(1) if self._dense else grad.clone()
                 self.flat = own if scale == 1.0 else own.mul_(scale)
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+    def unpack(
+        self, reduced: torch.Tensor, keep: Collection[int], state: BucketState, context: Context | None = None
+    ) -> Collection[int]:
         """Makes `reduced` the gradient, dense again if this rank's was; returns [0] if `.grad` is reduced now."""
         if keep:
             return []
         param = self.params[0]
         with torch.no_grad():
             result = reduced.to_dense() if self._dense and reduced.is_sparse else reduced
-            held = self.gradient()
+            held = self.gradient(context=context)
+            if state.absent and _has_values(result):
+                state.lent = set(state.absent)
+                if context is not None:
+                    raise missing_in_context(param)
             if held is not None and held.layout == result.layout:
                 held.copy_(result)
-            else:
+            elif context is None:
                 param.grad = result
-        self._dense = False
         self.flat = self._empty()
-        return [0] if self.context is None else []
+        return [0] if context is None else []
 
     def _empty(self) -> torch.Tensor:
         param = self.params[0]
         indices = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
         values = torch.zeros((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
         return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor._nnz() > 0 if tensor.is_sparse else bool(tensor.any())

@@ -1,13 +1,39 @@
 """The flat memory of one bucket, and the views of it that stand for the parameters' gradients."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from unified_ddp.errors import ReductionError
+from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
 
-__all__ = ["BucketStorage", "gradient_views", "scale_gradient"]
+Context = Mapping[torch.Tensor, torch.Tensor]
+"""Gradients by parameter, where a pass reduces others than `.grad`, in place."""
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor | None:
+    return param.grad
+
+
+def scale_gradient(param: torch.Tensor, factor: float) -> None:
+    """Scales a parameter's `.grad` in place; one that is part of a graph (create_graph) is replaced."""
+    grad = param.grad
+    if grad is not None and grad.requires_grad:
+        param.grad = grad * factor
+    elif grad is not None:
+        grad.mul_(factor)
+
+
+@dataclass(frozen=True)
+class LocalGradients:
+    """This rank's gradients: those in `.grad`, if nothing else is said."""
+
+    of: Callable[[torch.Tensor], torch.Tensor | None] = _grad
+    """Returns a parameter's gradient."""
+    scale: Callable[[torch.Tensor, float], None] = scale_gradient
+    """Scales it by a factor."""
 
 
 def gradient_views(flat: torch.Tensor, spec: BucketSpec, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,31 +80,19 @@ class BucketStorage:
         first = self.params[0]
         self.flat = torch.zeros(spec.numel, dtype=dtype or first.dtype, device=first.device)
         self.views = gradient_views(self.flat, spec, self.params)
-        self.context: dict[torch.Tensor, torch.Tensor] | None = None
-        self._packed: set[int] = set()
-        self._absent: set[int] = set()
-        self.lent: set[int] = set()
-        """Positions without a gradient here that got one from other ranks in the last backward pass."""
 
-    def restart(self) -> None:
-        """Forgets what an earlier backward pass, ended by an exception, may have left packed."""
-        self.context = None
-        self._packed.clear()
-        self._absent.clear()
-        self.lent = set()
-
-    def gradient(self, position: int) -> torch.Tensor | None:
+    def gradient(self, position: int, context: Context | None = None) -> torch.Tensor | None:
         """Returns the gradient to pack."""
         param = self.params[position]
-        return param.grad if self.context is None else self.context.get(param)
+        return param.grad if context is None else context.get(param)
 
-    def pack_one(self, position: int, scale: float) -> None:
+    def pack_one(self, position: int, scale: float, state: BucketState) -> None:
         """Packs one gradient at once and scales it."""
         view = self.views[position]
         with torch.no_grad():
             grad = self.gradient(position)
             if grad is None:
-                self._mark_absent(position)
+                self._mark_absent(position, state)
             elif scale == 0.0:
                 view.zero_()  # not 0 times the gradient, which may not be finite
             elif grad.is_sparse or grad.dtype != view.dtype:
@@ -89,68 +103,77 @@ class BucketStorage:
             else:
                 torch.mul(grad, scale, out=view)
             self._become_view(position, grad)
-        self._packed.add(position)
+        state.packed.add(position)
 
-    def pack_rest(self, scale: float) -> None:
+    def pack_rest(self, scale: float, state: BucketState, context: Context | None = None) -> None:
         """Packs the gradients not packed yet, fused, and scales them. A missing gradient counts as zero."""
-        if len(self._packed) < len(self.params):
-            rest = [i for i in range(len(self.params)) if i not in self._packed] if self._packed else None
+        if len(state.packed) < len(self.params):
+            rest = [i for i in range(len(self.params)) if i not in state.packed] if state.packed else None
             with torch.no_grad():
-                self._pack_fused(rest, scale)
-        self._packed.clear()
+                self._pack_fused(rest, scale, state, context)
 
-    def _pack_fused(self, positions: list[int] | None, scale: float) -> None:
+    def _pack_fused(
+        self, positions: list[int] | None, scale: float, state: BucketState, context: Context | None
+    ) -> None:
         into, copied = [], []
         for i in positions if positions is not None else range(len(self.params)):
-            view, grad = self.views[i], self.gradient(i)
+            view, grad = self.views[i], self.gradient(i, context)
             if grad is None:
-                self._mark_absent(i)
-            elif scale == 0.0:
+                self._mark_absent(i, state)
+                continue
+            if scale == 0.0:
                 view.zero_()
-                self._become_view(i, grad)
-            elif not _same_memory(grad, view):
+            elif grad.is_sparse or not _same_memory(grad, view):
                 into.append(view)
                 copied.append(grad.to_dense() if grad.is_sparse else grad)
+            else:
+                continue
+            if context is None:
                 self._become_view(i, grad)
         if into:
             torch._foreach_copy_(into, copied)
         if scale not in (0.0, 1.0):
             if positions is None:
-                self.flat.mul_(scale)
+                _parts(self.flat).mul_(scale)
             else:
-                torch._foreach_mul_([self.views[i] for i in positions], scale)
+                torch._foreach_mul_([_parts(self.views[i]) for i in positions], scale)
 
     def _become_view(self, position: int, grad: torch.Tensor | None) -> None:
         """Frees the packed gradient's own memory now, not at the end of the pass, if `.grad` is to be a view."""
-        if self.as_views and self.context is None and grad is not None and not grad.requires_grad:
+        if self.as_views and grad is not None and not grad.requires_grad:
             self.params[position].grad = self.views[position]
 
-    def _mark_absent(self, position: int) -> None:
+    def _mark_absent(self, position: int, state: BucketState) -> None:
         """Packs a missing gradient as -0.0, which a sum leaves only if every rank packed it."""
-        self.views[position].fill_(-0.0)
-        self._absent.add(position)
+        _parts(self.views[position]).fill_(-0.0)
+        state.absent.add(position)
 
-    def _absent_everywhere(self, views: Sequence[torch.Tensor]) -> set[int]:
-        """Returns the positions without a gradient on any rank, and forgets which had none here."""
-        absent, self._absent = self._absent, set()
-        nowhere = {i for i in absent if _all_negative_zero(views[i])}
-        self.lent = absent - nowhere
-        return nowhere
+    def _left_alone(self, views: Sequence[torch.Tensor], keep: Collection[int], state: BucketState) -> Collection[int]:
+        """Returns the positions of `keep` and those without a gradient on any rank."""
+        if not state.absent:
+            return keep
+        nowhere = {i for i in state.absent if _all_negative_zero(views[i])}
+        state.lent = state.absent - nowhere
+        return nowhere.union(keep)
 
-    def unpack(self, reduced: torch.Tensor, keep: Collection[int] = ()) -> Collection[int]:
+    def unpack(
+        self, reduced: torch.Tensor, keep: Collection[int], state: BucketState, context: Context | None = None
+    ) -> Collection[int]:
         """Makes `reduced` the gradients, and returns the positions whose `.grad` is reduced now.
 
         Args:
             reduced: flat, of the storage's length: the storage itself, or what a comm hook made of it.
             keep: positions whose `.grad` is left as it is: nobody used these parameters.
+            state: the bucket's, in this pass.
+            context: gradients to write to, instead of `.grad`.
         """
         reduced = self.checked(reduced)
         views = self.views if _same_memory(reduced, self.flat) else gradient_views(reduced, self.spec, self.params)
         with torch.no_grad():
-            left = self._absent_everywhere(views).union(keep) if self._absent or keep else ()
+            left = self._left_alone(views, keep, state)
             positions = [i for i in range(len(self.params)) if i not in left] if left else range(len(self.params))
-            if self.context is not None:
-                self._write_context(views, positions)
+            if context is not None:
+                self._write_context(context, views, positions)
                 return ()
             if self.as_views:
                 self._install_views(reduced, positions)
@@ -173,15 +196,11 @@ class BucketStorage:
             )
         return reduced
 
-    def _write_context(self, views: Sequence[torch.Tensor], positions: Collection[int]) -> None:
-        assert self.context is not None
+    def _write_context(self, context: Context, views: Sequence[torch.Tensor], positions: Collection[int]) -> None:
         for i in positions:
-            grad = self.context.get(self.params[i])
+            grad = context.get(self.params[i])
             if grad is None:
-                raise ReductionError(
-                    f"a parameter of shape {tuple(self.params[i].shape)} has a gradient on another rank and none in "
-                    "this rank's distributed autograd context, where it cannot be added; use it on every rank"
-                )
+                raise missing_in_context(self.params[i])
             grad.copy_(views[i])
 
     def _install_views(self, reduced: torch.Tensor, positions: Collection[int]) -> None:
@@ -212,19 +231,23 @@ class BucketStorage:
             torch._foreach_copy_(into, copied)
 
 
-def scale_gradient(param: torch.Tensor, factor: float) -> None:
-    """Scales a parameter's `.grad` in place; one that is part of a graph (create_graph) is replaced."""
-    grad = param.grad
-    if grad is not None and grad.requires_grad:
-        param.grad = grad * factor
-    elif grad is not None:
-        grad.mul_(factor)
+def missing_in_context(param: torch.Tensor) -> ReductionError:
+    """Returns the error for a parameter whose reduced gradient has no place in a context."""
+    return ReductionError(
+        f"a parameter of shape {tuple(param.shape)} has a gradient on another rank and none in this rank's distributed "
+        "autograd context, where it cannot be added; use it on every rank"
+    )
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() != 0 and a.dtype == b.dtype)
 
 
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts: a product of complex numbers loses the signs of zeros."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _all_negative_zero(tensor: torch.Tensor) -> bool:
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    parts = _parts(tensor)
     return bool(((parts == 0) & torch.signbit(parts)).all())

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Moment", "StepTimer", "durations"]
-
 FORWARD_START = "forward_compute_time_start"
 BACKWARD_START = "backward_compute_time_start"
 BACKWARD_END = "backward_compute_time_end"

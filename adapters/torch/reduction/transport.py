@@ -1,9 +1,27 @@
-"""The core's transport over a torch.distributed process group, whatever its backend."""
+"""The ranks of a torch.distributed process group, whatever its backend: collectives, and the store beside them."""
+
+import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ProcessGroupTransport"]
+_PATIENCE = datetime.timedelta(seconds=1)
+
+
+class GroupStore:
+    """The key-value store of a process group, which outlives its connections."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str | None:
+        """Returns what is there, or None."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class ProcessGroupTransport:
@@ -19,6 +37,11 @@ class ProcessGroupTransport:
         self.device = device
 
     @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.group.group_name
+
+    @property
     def rank(self) -> int:
         """This process's rank in the group."""
         return self.group.rank()
@@ -27,6 +50,33 @@ class ProcessGroupTransport:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.group.size()
+
+    def wait(self, work: dist.Work, look: Callable[[], None]) -> None:
+        """Waits for a collective; on NCCL, makes the current stream wait.
+
+        Args:
+            work: the collective.
+            look: called now and then, where the host waits; what it raises ends the wait.
+        """
+        if self.backend_name != dist.Backend.GLOO:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            look()
+
+    def store(self) -> GroupStore | None:
+        """Returns the group's store; None if it was made without one."""
+        find = getattr(self.group, "get_group_store", None)
+        try:
+            return find and GroupStore(find())
+        except RuntimeError:
+            return None
 
     @property
     def backend_name(self) -> str:

@@ -6,8 +6,6 @@ from unified_ddp.equivalence.demo.config import Side, VerifyConfig, VerifyError
 from unified_ddp.equivalence.demo.exchange import Exchange
 from unified_ddp.equivalence.processes.child import Child, host_devices, loopback, stacks, stop_all
 
-__all__ = ["Children"]
-
 
 class Children:
     """The children of one run. Use as a context manager, which ends them."""

@@ -8,8 +8,6 @@ from enum import StrEnum
 from unified_ddp.equivalence.compare import default_tolerance
 from unified_ddp.errors import UnifiedDDPError
 
-__all__ = ["Dtype", "Fault", "Side", "VerifyConfig", "VerifyError"]
-
 
 class VerifyError(UnifiedDDPError, RuntimeError):
     """The verification could not run, so it says nothing about the gradients."""
@@ -62,8 +60,8 @@ class VerifyConfig:
     seed: int = 0
     timeout: float = 180.0
     inject: Fault | None = None
-    inject_into: Side = Side.TORCH
-    inject_bucket: int = 1
+    inject_into: Side | None = None
+    inject_bucket: int | None = None
     inject_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,8 +78,11 @@ class VerifyConfig:
         _require(self.seed >= 0, "--seed", self.seed, "give 0 or more")
         _require(0 < self.k < math.inf, "--tolerance", self.tolerance, "give a positive number, or leave it out")
         if self.inject is None:
+            for option in ("inject_into", "inject_bucket", "inject_rank"):
+                value = getattr(self, option)
+                _require(value is None, f"--{option.replace('_', '-')}", value, "give --inject, too, or leave it out")
             return
-        _require(self.inject_bucket >= 0, "--inject-bucket", self.inject_bucket, "buckets count from 0")
+        _require(self.bucket_at_fault >= 0, "--inject-bucket", self.inject_bucket, "buckets count from 0")
         last = self.world_size - 1
         _require(0 <= self.rank_at_fault <= last, "--inject-rank", self.inject_rank, f"ranks are 0 to {last}")
         if self.inject.breaks_reduction:
@@ -97,13 +98,18 @@ class VerifyConfig:
         return default_tolerance(self.dtype) if self.tolerance is None else self.tolerance
 
     @property
+    def bucket_at_fault(self) -> int:
+        """The bucket that a fault of one bucket breaks; the second one by default."""
+        return 1 if self.inject_bucket is None else self.inject_bucket
+
+    @property
     def rank_at_fault(self) -> int:
         """The rank that a fault of one rank strikes; the last one by default."""
         return self.world_size - 1 if self.inject_rank is None else self.inject_rank
 
     def fault_in(self, side: Side) -> Fault | None:
-        """Returns the fault to be injected into a side."""
-        return self.inject if self.inject_into is side else None
+        """Returns the fault to be injected into a side; it is torch's by default."""
+        return self.inject if (self.inject_into or Side.TORCH) is side else None
 
     def to_json(self) -> str:
         """Returns what `from_json` reads."""
@@ -114,7 +120,8 @@ class VerifyConfig:
         """Reads what `to_json` wrote."""
         data = json.loads(text)
         data["inject"] = data["inject"] and Fault(data["inject"])
-        return cls(**{**data, "dtype": Dtype(data["dtype"]), "inject_into": Side(data["inject_into"])})
+        data["inject_into"] = data["inject_into"] and Side(data["inject_into"])
+        return cls(**{**data, "dtype": Dtype(data["dtype"])})
 
 
 def _require(holds: bool, option: str, value: object, remedy: str) -> None:

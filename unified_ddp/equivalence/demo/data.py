@@ -7,8 +7,6 @@ import numpy as np
 
 from unified_ddp.equivalence.demo.config import VerifyConfig, VerifyError
 
-__all__ = ["BN_EPSILON", "BN_MOMENTUM", "BUFFERS", "PARAMS", "SGD_MOMENTUM", "Shards", "initial_weights", "make_shards"]
-
 # A conv net for 1x8x8 images under torch's names and shapes. No conv bias: batch norm cancels it, so its gradient would
 # be rounding noise around zero, of which no relative difference is meaningful.
 PARAMS: dict[str, tuple[int, ...]] = {

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["StepEvidence", "explain"]
-
 Arrays = dict[str, np.ndarray]
 
 

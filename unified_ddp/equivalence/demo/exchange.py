@@ -17,8 +17,6 @@ from unified_ddp.equivalence.demo.config import Side, VerifyConfig
 from unified_ddp.equivalence.demo.data import Shards
 from unified_ddp.plan import BucketPlan, plan_from_json, plan_to_json
 
-__all__ = ["Exchange", "StepRecord"]
-
 Arrays = dict[str, np.ndarray]
 
 

@@ -17,8 +17,6 @@ from unified_ddp.equivalence.demo.config import Side, VerifyError
 from unified_ddp.equivalence.demo.verdict import CROSS, Finding, VerifyReport
 from unified_ddp.ranks.texts import ranks_text
 
-__all__ = ["describe", "plot_losses", "print_report", "report_to_dict", "sparkline"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _ORACLES = tuple(f"{side} vs oracle" for side in Side)
 

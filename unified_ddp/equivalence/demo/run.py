@@ -14,8 +14,6 @@ from unified_ddp.equivalence.demo.exchange import Exchange, StepRecord
 from unified_ddp.equivalence.demo.verdict import Finding, Judge, VerifyReport
 from unified_ddp.plan import BucketPlan, schema_fingerprint
 
-__all__ = ["run_verify"]
-
 _POLL_SECONDS = 0.01
 
 Progress = Callable[[str, int], None]
@@ -78,9 +76,9 @@ class _Run:
 
     def _require_bucket(self, plan: BucketPlan) -> None:
         fault, count = self.config.inject, len(plan.buckets)
-        if fault and fault.breaks_reduction and self.config.inject_bucket >= count:
+        if fault and fault.breaks_reduction and self.config.bucket_at_fault >= count:
             raise VerifyError(
-                f"--inject-bucket {self.config.inject_bucket}: the plan has "
+                f"--inject-bucket {self.config.bucket_at_fault}: the plan has "
                 f"{'only bucket 0' if count == 1 else f'the buckets 0 to {count - 1}'}; give one of them, or a smaller "
                 "--bucket-cap-mb for more buckets"
             )

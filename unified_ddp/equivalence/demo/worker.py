@@ -7,8 +7,6 @@ from unified_ddp.equivalence.demo.config import Side
 from unified_ddp.equivalence.demo.exchange import Exchange
 from unified_ddp.equivalence.processes.child import follow_parent
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> None:
     """Runs one torch rank, or the JAX side, to its end."""

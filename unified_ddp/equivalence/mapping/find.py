@@ -12,8 +12,6 @@ from unified_ddp.equivalence.mapping.matching import Choice, match
 from unified_ddp.equivalence.mapping.modules import modules_of
 from unified_ddp.equivalence.side import TensorInfo
 
-__all__ = ["Found", "Overrides", "find_mapping"]
-
 _COLLECTIONS = ("params.", "batch_stats.", "buffers.")
 """Names of flax's collections, which may stand before the paths that parameters and their buffers share."""
 

@@ -12,10 +12,9 @@ from itertools import product
 from typing import Any
 
 from unified_ddp.equivalence.mapping.mapping import Source
-from unified_ddp.equivalence.mapping.rules import Flip, Permute, Reshape, Rule
+from unified_ddp.equivalence.mapping.operations import Flip, Permute, Reshape
+from unified_ddp.equivalence.mapping.rules import Rule
 from unified_ddp.equivalence.side import TensorInfo
-
-__all__ = ["KERNEL_KEYS", "Form", "Leaves", "Module", "forms_of", "register"]
 
 Leaves = Mapping[str, TensorInfo]
 """By key below a path of the second side."""

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from unified_ddp.equivalence.errors import MappingError
+from unified_ddp.equivalence.mapping.operations import Shift
 from unified_ddp.equivalence.mapping.rules import Rule, parse_rule
 from unified_ddp.equivalence.side import Arrays, TensorInfo
-
-__all__ = ["Mapping", "Source"]
 
 _IDENTITY = Rule()
 MAPPING_FORMAT = "unified_ddp.mapping.1"
@@ -191,8 +190,6 @@ def _shape_of(source: Source, shapes: Dict[str, tuple[int, ...]]) -> str:
 
 
 def _linear(rule: Rule) -> Rule:
-    from unified_ddp.equivalence.mapping.rules import Shift
-
     return Rule(tuple(op for op in rule.operations if not isinstance(op, Shift)))
 
 

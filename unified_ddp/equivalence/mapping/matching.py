@@ -11,8 +11,6 @@ from unified_ddp.equivalence.mapping.modules import variants_of
 from unified_ddp.equivalence.mapping.names import Name, names_of, similarity
 from unified_ddp.equivalence.side import TensorInfo
 
-__all__ = ["Choice", "match"]
-
 _DEPTH = 2
 """Keys of forms have up to two parts, as "query.kernel"."""
 _ORDER_WEIGHT = 1e-3

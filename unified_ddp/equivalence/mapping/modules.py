@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 from unified_ddp.equivalence.mapping.forms import Module
 from unified_ddp.equivalence.mapping.mapping import Source
-from unified_ddp.equivalence.mapping.rules import Take
+from unified_ddp.equivalence.mapping.operations import Take
 from unified_ddp.equivalence.side import TensorInfo
-
-__all__ = ["modules_of", "variants_of"]
 
 _QKV = ("query", "key", "value")
 

@@ -4,8 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-__all__ = ["Name", "names_of", "similarity"]
-
 _WORDS = {
     "q": ["query"],
     "k": ["key"],

@@ -14,8 +14,6 @@ from unified_ddp.equivalence.mapping.mapping import Mapping
 from unified_ddp.equivalence.mapping.matching import Choice
 from unified_ddp.equivalence.side import TensorInfo
 
-__all__ = ["AGREES", "probe"]
-
 AGREES = 1e-6
 """Relative error of outputs and loss below which a mapping is right: float64 leaves 1e-9 at most, and chance 1."""
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from unified_ddp.equivalence.mapping.forms import Form, Leaves, Module, register
 from unified_ddp.equivalence.mapping.mapping import Source
-from unified_ddp.equivalence.mapping.rules import Permute, Place, Rule, Take
+from unified_ddp.equivalence.mapping.operations import Permute, Place, Take
+from unified_ddp.equivalence.mapping.rules import Rule
 
 __all__: list[str] = []
 

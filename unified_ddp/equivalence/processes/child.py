@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Child", "follow_parent", "host_devices", "loopback", "stacks", "stop_all"]
-
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _LOG_LINES = 15
 _GRACE_SECONDS = 2.0

@@ -12,8 +12,6 @@ from typing import Any
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.side import Side
 
-__all__ = ["Program", "own_lines"]
-
 _MADE_BY = {"TorchSide": "torch", "JaxSide": "jax"}
 
 

@@ -21,8 +21,6 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import BucketTime, SideInfo
 from unified_ddp.equivalence.side import Evaluation, Reduction, TensorInfo, Trajectory
 
-__all__ = ["Closed", "digest", "read", "receive", "send", "write"]
-
 _RECORDS = {cls.__name__: cls for cls in (BucketTime, Evaluation, Reduction, SideInfo, TensorInfo, Trajectory)}
 _TREE = "tree"
 _LENGTH = struct.Struct("<Q")

@@ -23,8 +23,6 @@ from unified_ddp.equivalence.processes.messages import digest, read, write
 from unified_ddp.equivalence.results import RUNGS, SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, Side, TensorInfo, Trajectory
 
-__all__ = ["RECORDABLE", "RecordedSide", "Recorder", "is_record", "write_record"]
-
 RECORD_FORMAT = "unified_ddp.record.1"
 RECORDABLE = RUNGS[: RUNGS.index("reduced") + 1]
 """Rungs whose questions to the first side do not depend on the second's answers."""

@@ -18,8 +18,6 @@ from unified_ddp.equivalence.results import SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorInfo, Trajectory
 from unified_ddp.errors import UnifiedDDPError
 
-__all__ = ["RemoteSide", "SideRaisedError", "find_python"]
-
 _POLL_SECONDS = 0.2
 _END_SECONDS = 5.0
 """Between the end of what a process says and its own."""

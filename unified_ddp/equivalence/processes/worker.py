@@ -16,8 +16,6 @@ from unified_ddp.equivalence.processes.loading import Program, own_lines
 from unified_ddp.equivalence.processes.messages import Closed, receive, send
 from unified_ddp.equivalence.side import Side
 
-__all__ = ["METHODS", "main"]
-
 METHODS = ("evaluate", "info", "randomness", "reduce", "tensors", "train", "update", "values")
 
 

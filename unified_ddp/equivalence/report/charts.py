@@ -13,18 +13,6 @@ from unified_ddp.equivalence.results import BucketRow, Curve, Finding, Report, V
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "FONT",
-    "Cells",
-    "draw_buckets",
-    "draw_curve",
-    "draw_heat",
-    "draw_timeline",
-    "draw_ulps",
-    "heat_cells",
-    "require_matplotlib",
-    "ulp_rows",
-]
 
 FIRST, SECOND = "#0969da", "#d1600a"
 _KINDS = ("gradient", "parameter")

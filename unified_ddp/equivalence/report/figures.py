@@ -11,7 +11,6 @@ from unified_ddp.equivalence.results import Report, Verdict
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["WIDTH", "Chart", "charts_of"]
 
 WIDTH = 6.2
 """Inches. Narrow, so that texts stay readable where a page shows charts smaller than they are."""

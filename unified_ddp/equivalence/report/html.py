@@ -22,8 +22,6 @@ from unified_ddp.equivalence.report.labels import (
 from unified_ddp.equivalence.report.reading import readings
 from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
 
-__all__ = ["report_to_html"]
-
 _HEAT_ROWS = 300
 _TENSOR_ROWS = 2000
 

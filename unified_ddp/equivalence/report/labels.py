@@ -5,21 +5,6 @@ from collections.abc import Iterable
 
 from unified_ddp.equivalence.results import Finding, Report, Rung, SideInfo, Verdict
 
-__all__ = [
-    "COLOURS",
-    "LABELS",
-    "distinct_sides",
-    "excess_text",
-    "facts",
-    "headline",
-    "number",
-    "shortened",
-    "side_names",
-    "side_text",
-    "tensors",
-    "untested_reason",
-]
-
 LABELS = {
     Verdict.PASS: "pass",
     Verdict.ZERO: "zero",

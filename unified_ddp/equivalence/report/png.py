@@ -22,7 +22,6 @@ from unified_ddp.equivalence.results import Report
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_report"]
 
 _ROWS = 40
 _LINE = 0.21

@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-__all__ = ["Tell", "showing_progress"]
-
 Tell = Callable[[str, int, int], None]
 """Is told the phase, how much of it is done and of how much."""
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from unified_ddp.equivalence.report.labels import side_names, tensors
 from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
 
-__all__ = ["readings"]
-
 _EQUAL = 1e-3
 """Relative difference up to which two ratios are the same number."""
 _FEW = 0.05

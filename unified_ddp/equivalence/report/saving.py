@@ -5,8 +5,6 @@ from pathlib import Path
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import Report
 
-__all__ = ["SUFFIXES", "check_path", "save_report"]
-
 SUFFIXES = (".json", ".html", ".png")
 
 

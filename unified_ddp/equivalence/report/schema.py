@@ -14,8 +14,6 @@ from typing import Any
 from unified_ddp.equivalence.report.serial import union_members
 from unified_ddp.equivalence.results import REPORT_FORMAT, Report
 
-__all__ = ["report_schema"]
-
 _NON_FINITE = {"enum": ["inf", "-inf", "nan"]}
 _SCALARS: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},

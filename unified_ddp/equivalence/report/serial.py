@@ -11,8 +11,6 @@ from typing import Any
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import REPORT_FORMAT, Report
 
-__all__ = ["report_from_json", "report_to_json", "union_members"]
-
 
 def report_to_json(report: Report) -> str:
     """Returns strict JSON: infinite values and NaN are strings."""

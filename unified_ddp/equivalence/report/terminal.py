@@ -24,8 +24,6 @@ from unified_ddp.equivalence.report.labels import (
 from unified_ddp.equivalence.report.reading import readings
 from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
 
-__all__ = ["print_report"]
-
 _WIDE = 92
 """From this width on, a tensor's counterpart fits beside it."""
 _MEDIUM = 72

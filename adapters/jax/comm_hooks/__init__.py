@@ -1,0 +1,1 @@
+"""What reduces a bucket in place of the mean by all-reduce."""

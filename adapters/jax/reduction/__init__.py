@@ -1,0 +1,1 @@
+"""Reducing gradients over mapped axes, bucket by bucket."""
