@@ -5,6 +5,7 @@ The adapters are `unified_ddp.torch` and `unified_ddp.jax`; importing this packa
 
 from unified_ddp.errors import (
     AxisError,
+    CommHookError,
     ConstructionMismatchError,
     MisuseError,
     NonFiniteError,
@@ -33,6 +34,7 @@ __all__ = [
     "AxisError",
     "BucketPlan",
     "BucketSpec",
+    "CommHookError",
     "ConstructionMismatchError",
     "MisuseError",
     "NonFiniteError",

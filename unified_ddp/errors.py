@@ -7,6 +7,7 @@ from unified_ddp._core import PlanError, ReadinessError, UnifiedDDPError
 
 __all__ = [
     "AxisError",
+    "CommHookError",
     "ConstructionMismatchError",
     "MisuseError",
     "NonFiniteError",
@@ -40,6 +41,10 @@ class MisuseError(UnifiedDDPError, RuntimeError):
 
 class ReductionError(UnifiedDDPError, RuntimeError):
     """A reduction failed, or gradients were lost as a backward pass was left before its reduction ended."""
+
+
+class CommHookError(UnifiedDDPError, RuntimeError, TypeError, ValueError):
+    """A comm hook gave back what no bucket can be made of. Raised on the ranks whose hook did."""
 
 
 class OutOfStepError(ReductionError):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from unified_ddp.equivalence import Report, Side
 
-__all__ = ["assert_equivalent"]
 
 _NAME_LENGTH = 100
 

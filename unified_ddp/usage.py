@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from unified_ddp.errors import UnusedParameterError
 
-__all__ = ["Usage"]
-
 _PRIOR = "Expected to have finished reduction in the prior iteration before starting a new one. "
 _NOT_DECLARED = (
     "Some parameters were not used in producing the loss. Their gradients were reduced, this rank counting as zero, so "

@@ -7,16 +7,14 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("unified_ddp.jax needs JAX; install it with: pip install unified_ddp[jax]") from error
 
-from unified_ddp.jax.comm_hooks.function import CommHook as CommHook
-from unified_ddp.jax.comm_hooks.function import JaxBucket as JaxBucket
-from unified_ddp.jax.ddp import DistributedDataParallel as DistributedDataParallel
-from unified_ddp.jax.launch import initialize as initialize
-from unified_ddp.jax.optimizer import all_reduce_gradients as all_reduce_gradients
-from unified_ddp.jax.optimizer import varying as varying
-from unified_ddp.jax.pytrees.schema import param_specs as param_specs
-from unified_ddp.jax.step.placement import pad_batch as pad_batch
-from unified_ddp.jax.step.state import TrainState as TrainState
-from unified_ddp.jax.step.train_step import TrainStep as TrainStep
+from unified_ddp.jax.comm_hooks.function import CommHook, JaxBucket
+from unified_ddp.jax.ddp import DistributedDataParallel
+from unified_ddp.jax.launch import initialize
+from unified_ddp.jax.optimizer import all_reduce_gradients, varying
+from unified_ddp.jax.pytrees.schema import param_specs
+from unified_ddp.jax.step.placement import pad_batch
+from unified_ddp.jax.step.state import TrainState
+from unified_ddp.jax.step.train_step import TrainStep
 
 __all__ = [
     "CommHook",

@@ -11,13 +11,13 @@ from jax import lax
 
 from unified_ddp.hooks.describe import describe
 from unified_ddp.hooks.protocol import SharedHook
-from unified_ddp.jax.comm_hooks.function import CommHook, FunctionReducer
-from unified_ddp.jax.comm_hooks.shared import SharedReducer, local_states, stacked_like
+from unified_ddp.jax.comm_hooks.function import CommHook, FunctionHook
+from unified_ddp.jax.comm_hooks.shared import HookReducer, local_states, stacked_like
 from unified_ddp.jax.pytrees.planned import PlannedParams
 from unified_ddp.jax.pytrees.precision import cast_floating, floating_dtype
 from unified_ddp.jax.reduction.axes import axis_names, mark_varying, replica_count, require_axes
 from unified_ddp.jax.reduction.broadcast import broadcast
-from unified_ddp.jax.reduction.buckets import BucketReducer, reduce_buckets, require_local
+from unified_ddp.jax.reduction.buckets import reduce_buckets, require_local
 from unified_ddp.jax.reduction.mean import Strategy, check_strategy, default_strategy
 from unified_ddp.plan import BucketPlan
 
@@ -66,12 +66,12 @@ class GradientAveraging:
         self._reduce_dtype = floating_dtype("reduce_dtype", reduce_dtype)
         self.planned = PlannedParams(params, trainable, plan, bucket_cap_mb, bucket_cap_mb_list)
         self._hook = comm_hook
-        self._reducer: BucketReducer | None = None
-        if isinstance(comm_hook, SharedHook):
-            self._reducer = SharedReducer(comm_hook, self.plan, self._reduce_dtype)
-        elif comm_hook is not None:
-            self._reducer = FunctionReducer(comm_hook, self.plan)
-        self._initial_states = list(self._reducer.initial_states) if self._reducer else []
+        self._reducer: HookReducer | None = None
+        if comm_hook is not None:
+            if not isinstance(comm_hook, SharedHook):
+                comm_hook = FunctionHook(comm_hook, self.plan, self._axes)
+            self._reducer = HookReducer(comm_hook, self.plan, self._reduce_dtype)
+        self._initial_states = self._reducer.initial_states if self._reducer else []
         self._strategy = strategy
 
     @property
@@ -270,7 +270,8 @@ class GradientAveraging:
     def _reduce(self, local: Sequence[jax.Array], hook_state: Any) -> tuple[list[jax.Array], Any]:
         states = local_states(self._initial_states, hook_state)
         sent = cast_floating(local, self._reduce_dtype)
-        reduced, after = reduce_buckets(self.plan, sent, self._axes, self.strategy, self._reducer, states)
+        reduce = self._reducer.reduce if self._reducer else None
+        reduced, after = reduce_buckets(self.plan, sent, self._axes, self.strategy, reduce, states)
         means = [mean.astype(grad.dtype) for mean, grad in zip(reduced, local, strict=True)]
         return means, stacked_like(after, hook_state)
 

@@ -41,11 +41,11 @@ class DistributedDataParallel(GradientAveraging):
 
         Args:
             loss_fn: `loss_fn(params, batch)`, with the keyword argument `buffers` if `init` got some, `rng` if the
-                step got a key, and the step's static ones. Typed PRNG keys in the buffers differ by replica. It sees one replica's rows (of one microbatch) and returns
+                step got a key, and the step's static ones. It sees one replica's rows (of one microbatch) and returns
                 their mean loss; then the new buffers, if there are some; then, with `has_aux`, a pytree of metrics.
                 With a weight, the loss and each metric have one value for each row.
-            optimizer: an `optax.GradientTransformation`; only trained parameters are shown to it. One that takes further
-                arguments is given `value`, `grad` and `value_fn`, of the mean over replicas.
+            optimizer: an `optax.GradientTransformation`; only trained parameters are shown to it. Line searches are
+                given `value`, `grad` and `value_fn`, of the mean over replicas.
             mesh: the devices; None takes all, along `axis_name`. Axes that hold no data are left to the compiler.
             has_aux: whether `loss_fn` returns metrics too. They are averaged as the loss is.
             accumulate: number of microbatches that a replica splits its rows into; one reduction follows them.

@@ -23,7 +23,7 @@ from unified_ddp.ranks.progress import Progress
 from unified_ddp.torch import options as opts
 from unified_ddp.torch.comm_hooks.torchs import must_run_alone, working_hook
 from unified_ddp.torch.module.broadcast import broadcast_module
-from unified_ddp.torch.module.replicas import check_replicas
+from unified_ddp.torch.module.replicas import are_equal, check_replicas
 from unified_ddp.torch.module.watch import ModuleWatch, names_to_ignore
 from unified_ddp.torch.reduction.comm_hook import CommHook, check_comm_hook
 from unified_ddp.torch.reduction.control_plane import plane_of
@@ -183,8 +183,16 @@ class WrappedModule(TorchDDP):
         self._assign_modules_buffers()
         if self.options.init_sync:
             self._compare_construction()
-            self._broadcast_state()
+            if not self._is_equal_everywhere():
+                self._broadcast_state()
         self._replace_reducer()
+
+    def _is_equal_everywhere(self) -> bool:
+        """Whether rank 0's state needs no sending: graphs that have saved parameters could not be run after it."""
+        buffers = self.module.named_buffers() if self.options.sync_buffers_at_construction else ()
+        state = {n: t for n, t in (*self.module.named_parameters(), *buffers) if n not in self.parameters_to_ignore}
+        with torch.no_grad(), self._progress.waiting(_CONSTRUCTION, "the comparison of parameters"):
+            return are_equal(self._transport, state)
 
     def _follow_module_inside(self) -> None:
         """Makes another reducer for a module that its forward has changed, before the backward pass.

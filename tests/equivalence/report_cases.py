@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from unified_ddp.equivalence.reporting import Report
 from unified_ddp.equivalence.results import (
     BucketRow,
     BucketTime,
@@ -9,7 +10,6 @@ from unified_ddp.equivalence.results import (
     Finding,
     Measure,
     NotTested,
-    Report,
     Rung,
     SideInfo,
     Verdict,

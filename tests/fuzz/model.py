@@ -77,7 +77,7 @@ def change_module(module: Any, kind: str, part: str, seed: int) -> None:
         if part not in module.parts:
             module.parts[part] = seeded(seed, lambda: nn.Linear(WIDTH, 3))
         return
-    layer = module.body if part == "body" else module.parts[part] if part in module.parts else None
+    layer = module.body if part == "body" else dict(module.parts.items()).get(part)
     if layer is None:
         return
     match kind:

@@ -71,6 +71,8 @@ class Run:
         self.error: dict[str, Any] | None = None
         self.ddp: Any = None
         self.hook_fails = False
+        self.is_local = False
+        """Whether this rank has added gradients that are not reduced, on which no optimizer may step."""
 
     def all(self) -> None:
         program = self.program
@@ -107,6 +109,8 @@ class Run:
                 self.ddp.register_comm_hook(HookState(Compressed(AllReduce(), "bfloat16"), group), shared_hook)
 
     def note(self, kind: str, what: Any = None) -> None:
+        if kind in ("local", "sync", "zero") and what != "keep":
+            self.is_local = kind == "local"
         self.events.append((kind, what))
 
     def step(self, step: dict[str, Any]) -> None:
@@ -122,10 +126,11 @@ class Run:
             if self.rank in op.get("only", range(self.program["ranks"])):
                 self.number = number
                 getattr(self, op["do"])(op)
-        with torch.no_grad():
-            for p in self.ddp.module.parameters():
-                if p.grad is not None:
-                    p -= LEARNING_RATE * p.grad
+        if not self.is_local:
+            with torch.no_grad():
+                for p in self.ddp.module.parameters():
+                    if p.grad is not None:
+                        p -= LEARNING_RATE * p.grad
 
     # --- operations, each on the plain copy, then on the wrapper
 

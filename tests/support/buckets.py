@@ -25,10 +25,15 @@ class DoneWork:
     def __init__(self, *results: torch.Tensor, error: Exception | None = None) -> None:
         self.results, self.error, self.waits = list(results), error, 0
 
-    def wait(self) -> None:
+    def wait(self, *_timeout: Any) -> None:
         self.waits += 1
         if self.error is not None:
             raise self.error
+
+    __call__ = wait
+
+    def is_completed(self) -> bool:
+        return True
 
     def result(self) -> list[torch.Tensor]:
         return self.results

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -47,12 +48,16 @@ class World:
             raise RankError("\n".join(errors))
         return [r.value for r in results]
 
-    def collect(self, case: Any, *, timeout: float = 60.0, **kwargs: Any) -> list[RankResult]:
-        """Like `run`, but hands errors back by rank."""
+    def collect(
+        self, case: Any, *, timeout: float = 60.0, meanwhile: Callable[[list[int]], None] | None = None, **kwargs: Any
+    ) -> list[RankResult]:
+        """Like `run`, but hands errors back by rank. `meanwhile` is called with the ranks' pids while they run."""
         self._start()
         task = _ByPath.dumps((case, kwargs))
         for pipe in self._pipes:
             pipe.send_bytes(task)
+        if meanwhile is not None:
+            meanwhile([process.pid for process in self._processes])
         deadline = time.monotonic() + timeout
         results = [self._receive(rank, deadline) for rank in range(self.size)]
         if any(r.error for r in results):

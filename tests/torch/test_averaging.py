@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -179,3 +180,20 @@ def case_no_sync_disabled(rank: int, world_size: int) -> None:
 
 def test_no_sync_can_be_switched_off(world: Callable[[int], Any]) -> None:
     world(2).run(case_no_sync_disabled)
+
+
+def case_unreduced(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP())
+    x = torch.randn(5, 8)
+    with pytest.warns(UserWarning, match=r"without passing an output of it.* Call the wrapper, not wrapper\.module"):
+        backward(ddp.module, x)
+    with warnings.catch_warnings(action="error"):
+        backward(ddp.module, x)  # told once
+    with ddp.no_sync(), warnings.catch_warnings(action="error"):
+        backward(DistributedDataParallel(MLP()), x)
+        backward(ddp, x)
+    check_step(ddp, lambda m: backward(m, x))
+
+
+def test_gradients_that_pass_no_output_are_told(world: Callable[[int], Any]) -> None:
+    world(2).run(case_unreduced)

@@ -18,7 +18,7 @@ from unified_ddp.equivalence.processes.remote import RemoteSide
 from unified_ddp.equivalence.report.progress import showing_progress
 from unified_ddp.equivalence.report.saving import check_path
 from unified_ddp.equivalence.report.terminal import print_report
-from unified_ddp.equivalence.results import Report
+from unified_ddp.equivalence.reporting import Report
 
 _LOG_WIDTH = 100
 """Of a report that goes to no terminal."""

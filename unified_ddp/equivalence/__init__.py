@@ -32,7 +32,8 @@ import importlib
 from typing import Any
 
 from unified_ddp.equivalence.errors import EquivalenceError, MappingError, NotEquivalentError
-from unified_ddp.equivalence.results import RUNGS, Finding, Measure, NotTested, Report, Rung, SideInfo, Verdict
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import RUNGS, Finding, Measure, NotTested, Rung, SideInfo, Verdict
 from unified_ddp.equivalence.side import Evaluation, Reduction, Side, TensorInfo, Trajectory
 
 __all__ = [

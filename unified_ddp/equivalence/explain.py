@@ -11,12 +11,12 @@ from unified_ddp.equivalence.report.labels import (
     untested_reason,
 )
 from unified_ddp.equivalence.report.reading import readings
-from unified_ddp.equivalence.results import Finding, Report, Rung
+from unified_ddp.equivalence.results import Finding, Results, Rung
 
 _LISTED = 20
 
 
-def explain(report: Report) -> str:
+def explain(report: Results) -> str:
     """Returns verdict, ladder, worst tensors of the first failing rung, what was not tested, versions."""
     verdict, sentence = headline(report)
     lines = [f"{LABELS[verdict].upper()}: {sentence}", facts(report), "", *map(_rung, report.rungs)]

@@ -10,7 +10,8 @@ from unified_ddp.equivalence.mapping.mapping import Mapping, Source
 from unified_ddp.equivalence.noise import in_dtype
 from unified_ddp.equivalence.observe import Observer
 from unified_ddp.equivalence.reduced import own_oracle
-from unified_ddp.equivalence.results import Report, Rung
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import Rung
 from unified_ddp.equivalence.scramble import scrambled
 from unified_ddp.equivalence.side import SteppedSide
 

@@ -3,30 +3,17 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.power import idle_rows, unnoticed
 from unified_ddp.equivalence.reduced import compare_reduced
-from unified_ddp.equivalence.results import (
-    RUNGS,
-    BucketRow,
-    BucketTime,
-    Curve,
-    Finding,
-    NotTested,
-    Report,
-    Rung,
-    Verdict,
-)
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import RUNGS, BucketRow, BucketTime, Curve, Finding, NotTested, Rung, Verdict
 from unified_ddp.equivalence.rungs import KIND_OF, Compared, compare_batch, run_both
 from unified_ddp.equivalence.training import Training
-
-if TYPE_CHECKING:
-    from unified_ddp.equivalence.pair import Pair
-
 
 _UPSTREAM = {
     "loss": ("outputs",),
@@ -61,9 +48,14 @@ class Settings:
 
 
 class Ladder:
-    """One check of a pair."""
+    """One check of a pair.
 
-    def __init__(self, pair: "Pair", settings: Settings) -> None:
+    Args:
+        pair: a `Pair`.
+        settings: what is checked.
+    """
+
+    def __init__(self, pair: Any, settings: Settings) -> None:
         self.pair, self.settings = pair, settings
         self.notes: list[str] = []
         self.curve: Curve | None = None

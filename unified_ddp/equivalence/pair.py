@@ -8,12 +8,14 @@ import numpy as np
 
 from unified_ddp.equivalence.batches import Layout
 from unified_ddp.equivalence.errors import EquivalenceError
+from unified_ddp.equivalence.ladder import Ladder, Settings
 from unified_ddp.equivalence.mapping.find import Overrides, find_mapping
 from unified_ddp.equivalence.mapping.mapping import Mapping as TensorMapping
 from unified_ddp.equivalence.mapping.probe import probe
 from unified_ddp.equivalence.noise import in_dtype
 from unified_ddp.equivalence.observe import Observer
-from unified_ddp.equivalence.results import RUNGS, Report
+from unified_ddp.equivalence.reporting import Report
+from unified_ddp.equivalence.results import RUNGS
 from unified_ddp.equivalence.scramble import scrambled
 from unified_ddp.equivalence.side import Arrays, Side
 
@@ -142,8 +144,6 @@ class Pair:
                 optimizer and `until` needs it.
             MappingError: a tensor has no counterpart.
         """
-        from unified_ddp.equivalence.ladder import Ladder, Settings
-
         for what, value, allowed in (("until", until, RUNGS), ("dtype", dtype, DTYPES), ("weights", weights, _WEIGHTS)):
             if value not in allowed:
                 raise EquivalenceError(f"{what}={value!r}: give one of {', '.join(map(repr, allowed))}")

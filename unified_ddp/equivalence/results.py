@@ -6,11 +6,9 @@ finding bears the first side's name, and the second side's names are its counter
 
 import enum
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from unified_ddp.equivalence.compare import jsonable
-from unified_ddp.equivalence.errors import NotEquivalentError
 
 REPORT_FORMAT = "unified_ddp.equivalence.1"
 
@@ -243,7 +241,7 @@ class BucketTime:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """All that one `check` found.
 
     Attributes:
@@ -304,45 +302,6 @@ class Report:
         ranked = sorted(findings, key=lambda f: (order.index(f.verdict), _excess(f)), reverse=True)
         distinct = {(f.rung, f.name, f.side): f for f in reversed(ranked)}
         return tuple(f for f in ranked if distinct[f.rung, f.name, f.side] is f)[:count]
-
-    def assert_ok(self) -> "Report":
-        """Returns itself, or raises NotEquivalentError with `explain()` as its text."""
-        if not self.ok:
-            raise NotEquivalentError(self.explain())
-        return self
-
-    def explain(self) -> str:
-        """Returns the ladder, the first failing rung and its worst tensors as plain text."""
-        from unified_ddp.equivalence.explain import explain
-
-        return explain(self)
-
-    def to_json(self) -> str:
-        """Returns the report as JSON, in the format of docs/equivalence-report.schema.json."""
-        from unified_ddp.equivalence.report.serial import report_to_json
-
-        return report_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> "Report":
-        """Returns the report that `to_json` wrote.
-
-        Raises:
-            EquivalenceError: it is no such text.
-        """
-        from unified_ddp.equivalence.report.serial import report_from_json
-
-        return report_from_json(text)
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the report by the path's suffix: .json, .html (one file that needs no other) or .png (by matplotlib).
-
-        Raises:
-            EquivalenceError: the suffix is another, the file cannot be written, or matplotlib is not installed.
-        """
-        from unified_ddp.equivalence.report.saving import save_report
-
-        return save_report(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns strict JSON's types; infinite values are the string "inf"."""

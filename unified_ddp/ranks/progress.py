@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from unified_ddp.errors import ReductionError, UnifiedDDPError
+from unified_ddp.errors import CommHookError, ReductionError, UnifiedDDPError
 from unified_ddp.ranks.group import Group
 from unified_ddp.ranks.roll_call import KeyValueStore, RollCall, Sign
 
@@ -88,7 +88,8 @@ class Progress:
 
     def raised(self, error: BaseException) -> None:
         """Tells the other ranks, should they ask, of an exception that ended a backward pass here, or this process."""
-        if not isinstance(error, UnifiedDDPError) and not self._has_failed:
+        is_local = isinstance(error, CommHookError) or not isinstance(error, UnifiedDDPError)
+        if is_local and not self._has_failed:
             sign = self.leave_sign(self._exception_phase, "which it did not reduce", error)
             self._exception_at = sign.at
 

@@ -1,14 +1,13 @@
 """A user's own reduction of a bucket: a function of it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 
 from unified_ddp.errors import MisuseError
-from unified_ddp.hooks.protocol import State
-from unified_ddp.jax.reduction.axes import replica_count
+from unified_ddp.hooks.collectives import Steps
+from unified_ddp.hooks.protocol import HookBucket, SharedHook, State
 from unified_ddp.plan import BucketPlan, BucketSpec, ParamSpec
 from unified_ddp.ranks.texts import shortened
 
@@ -52,35 +51,33 @@ class CommHook(Protocol):
         """Returns the mean over all replicas, with the shape and dtype of `bucket.storage`."""
 
 
-class FunctionReducer:
-    """Reduces the buckets of a plan by a `CommHook`, which has no state."""
+@dataclasses.dataclass(frozen=True)
+class FunctionHook(SharedHook):
+    """A `CommHook` as a hook without state, which does its collectives by itself."""
 
-    def __init__(self, hook: CommHook, plan: BucketPlan) -> None:
-        self._hook = hook
-        self._plan = plan
-        self.initial_states: Sequence[State] = [{} for _ in plan.buckets]
+    function: CommHook
+    plan: BucketPlan
+    axes: tuple[str, ...]
 
-    def reduce(self, index: int, storage: jax.Array, state: State, axes: tuple[str, ...]) -> tuple[jax.Array, State]:
-        """Returns what the hook makes of a bucket, and the state as it is.
+    def __call__(self, state: State, bucket: HookBucket, /) -> Steps:
+        """Returns what the function makes of a bucket.
 
         Raises:
-            MisuseError: the result has another shape or dtype than the storage.
+            MisuseError: that has another shape or dtype than the storage.
         """
-        bucket = self._bucket(index, storage, axes)
-        reduced = self._hook(bucket)
+        layout, storage = bucket.layout, bucket.storage
+        spec = self.plan.buckets[layout.index]
+        is_last = layout.index == len(self.plan.buckets) - 1
+        params = tuple(self.plan.params[i] for i in spec.params)
+        given = JaxBucket(storage, layout.index, is_last, self.axes, bucket.world_size, layout.names, spec, params)
+        reduced = self.function(given)
         want = (storage.shape, storage.dtype)
         if (getattr(reduced, "shape", None), getattr(reduced, "dtype", None)) != want:
             have = jax.typeof(reduced) if isinstance(reduced, jax.Array) else type(reduced).__name__
             raise MisuseError(
-                f"the comm hook {getattr(self._hook, '__name__', self._hook)!r} returned {have} for bucket {index} "
-                f"({shortened(bucket.parameters, 3)}); return an array of shape {want[0]} and dtype {want[1]}, like "
-                "bucket.storage"
+                f"the comm hook {getattr(self.function, '__name__', self.function)!r} returned {have} for bucket "
+                f"{layout.index} ({shortened(layout.names, 3)}); return an array of shape {want[0]} and dtype "
+                f"{want[1]}, like bucket.storage"
             )
+        yield from ()  # a generator, as hooks are
         return reduced, state
-
-    def _bucket(self, index: int, storage: jax.Array, axes: tuple[str, ...]) -> JaxBucket:
-        bucket = self._plan.buckets[index]
-        specs = tuple(self._plan.params[i] for i in bucket.params)
-        is_last = index == len(self._plan.buckets) - 1
-        names = tuple(spec.name for spec in specs)
-        return JaxBucket(storage, index, is_last, axes, replica_count(axes), names, bucket, specs)

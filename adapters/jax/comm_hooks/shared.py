@@ -29,13 +29,8 @@ def layouts_of(plan: BucketPlan, reduce_dtype: Any = None) -> tuple[BucketLayout
     return tuple(layouts)
 
 
-class SharedReducer:
-    """Reduces the buckets of a plan by one of `unified_ddp.hooks`.
-
-    Args:
-        hook: what reduces.
-        plan: the buckets.
-        reduce_dtype: what floating-point gradients have been cast to; None for their own.
+class HookReducer:
+    """Reduces the buckets of a plan, cast to `reduce_dtype`, by one of `unified_ddp.hooks`.
 
     Raises:
         MisuseError: the hook cannot reduce some bucket.
@@ -44,7 +39,7 @@ class SharedReducer:
     def __init__(self, hook: SharedHook, plan: BucketPlan, reduce_dtype: Any = None) -> None:
         self._hook = hook
         self._layouts = layouts_of(plan, reduce_dtype)
-        self.initial_states: Sequence[State] = [hook.init(layout) for layout in self._layouts]
+        self.initial_states = [hook.init(layout) for layout in self._layouts]
 
     def reduce(self, index: int, storage: jax.Array, state: State, axes: tuple[str, ...]) -> tuple[jax.Array, State]:
         """Returns the reduced bucket, and the new state typed as varying over the axes."""
@@ -56,9 +51,7 @@ class SharedReducer:
 def local_states(initial: Sequence[State], given: Any) -> list[State]:
     """Returns this replica's states, without the axis of replicas that shard_map leaves with size 1.
 
-    Args:
-        initial: what the hook starts with, one a bucket.
-        given: what the user passed as hook_state; None if nothing.
+    `initial` is what the hook starts with, one a bucket; `given` what the user passed as hook_state, or None.
 
     Raises:
         MisuseError: there is none, though the hook has state, or it is another hook's or plan's.

@@ -15,7 +15,7 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.side import TensorInfo
-from unified_ddp.jax.schema import leaf_name
+from unified_ddp.jax.pytrees.schema import leaf_name
 
 Named = dict[str, Any]
 

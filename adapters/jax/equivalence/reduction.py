@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,9 @@ from jax.sharding import PartitionSpec as P
 from unified_ddp.equivalence.side import Arrays, Reduction
 from unified_ddp.equivalence.spawn import run_ranks
 from unified_ddp.jax.ddp import DistributedDataParallel
-from unified_ddp.jax.schema import param_specs
+from unified_ddp.jax.equivalence.arrays import batch_in, precision, scalar
+from unified_ddp.jax.pytrees.schema import param_specs
 from unified_ddp.plan import BucketPlan
-
-if TYPE_CHECKING:
-    from unified_ddp.jax.equivalence.side import JaxSide
-
 
 _AXIS = "data"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -28,7 +25,7 @@ _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class _Job:
-    side: "JaxSide"
+    side: Any
     values: Arrays
     shards: Sequence[Any]
     dtype: str
@@ -37,7 +34,7 @@ class _Job:
 
 
 def reduce_on_devices(
-    side: "JaxSide", values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
+    side: Any, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
 ) -> Reduction:
     """See `Side.reduce`: `shard_map` over as many devices as there are shards.
 
@@ -64,8 +61,6 @@ def run_rank(job: _Job, rank: int, ranks: int, directory: Path) -> Reduction:
 
 
 def _reduce(job: _Job) -> Reduction:
-    from unified_ddp.jax.equivalence.side import batch_in, precision, scalar
-
     side, count = job.side, len(job.shards)
     local = tuple(side.evaluate(job.values, shard, job.dtype).gradients for shard in job.shards)
     with precision(job.dtype):
@@ -87,11 +82,9 @@ def _reduce(job: _Job) -> Reduction:
 
 
 def reduce_by_step(
-    side: "JaxSide", step: Callable[..., Any], values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
+    side: Any, step: Callable[..., Any], values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
 ) -> Reduction:
     """Runs the user's own step on the whole batch, and plain gradients of each shard on one device."""
-    from unified_ddp.jax.equivalence.side import batch_in, precision
-
     local = tuple(side.evaluate(values, shard, dtype).gradients for shard in shards)
     with precision(dtype):
         params, _ = side.placed(values, dtype)

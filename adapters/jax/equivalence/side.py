@@ -1,6 +1,5 @@
 """A JAX model with its loss function and optimizer, as one side of a pair."""
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import unified_ddp
-from unified_ddp.equivalence.batches import flatten, map_arrays
+from unified_ddp.equivalence.batches import flatten
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorInfo, Trajectory
+from unified_ddp.jax.equivalence.arrays import batch_in, cast, precision, scalar, to_numpy
 from unified_ddp.jax.equivalence.programs import Named, program_of
+from unified_ddp.jax.equivalence.reduction import default_layer, reduce_by_step, reduce_on_devices
 
 
 class JaxSide:
@@ -61,7 +62,7 @@ class JaxSide:
     def values(self) -> Arrays:
         """See `Side`."""
         held = {**self.program.params.values(), **self.program.buffers.values()}
-        return {name: _to_numpy(leaf) for name, leaf in held.items()}
+        return {name: to_numpy(leaf) for name, leaf in held.items()}
 
     def evaluate(self, values: Arrays, batch: Any, dtype: str, *, gradients: bool = True) -> Evaluation:
         """See `Side`."""
@@ -72,10 +73,10 @@ class JaxSide:
                 params, buffers, batch_in(batch, dtype)
             )
             return Evaluation(
-                outputs={key: _to_numpy(value) for key, value in flatten(outputs, "output").items()},
-                loss=_to_numpy(loss),
-                gradients={key: np.conj(_to_numpy(grad)) for key, grad in grads.items()},
-                buffers={key: _to_numpy(value) for key, value in new.items()},
+                outputs={key: to_numpy(value) for key, value in flatten(outputs, "output").items()},
+                loss=to_numpy(loss),
+                gradients={key: np.conj(to_numpy(grad)) for key, grad in grads.items()},
+                buffers={key: to_numpy(value) for key, value in new.items()},
             )
 
     def _jit(self, name: str, function: Callable[..., Any]) -> Any:
@@ -98,7 +99,7 @@ class JaxSide:
     def placed(self, values: Arrays, dtype: str) -> tuple[Named, Named]:
         """Returns parameters and buffers as JAX arrays of the dtype; what `values` lacks is as the user gave it."""
         return tuple(  # type: ignore[return-value]
-            {name: jnp.asarray(cast(_to_numpy(values.get(name, leaf)), dtype)) for name, leaf in tree.values().items()}
+            {name: jnp.asarray(cast(to_numpy(values.get(name, leaf)), dtype)) for name, leaf in tree.values().items()}
             for tree in (self.program.params, self.program.buffers)
         )
 
@@ -110,23 +111,17 @@ class JaxSide:
         self, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Reduction:
         """See `Side`."""
-        from unified_ddp.jax.equivalence.reduction import reduce_on_devices
-
         return reduce_on_devices(self, values, shards, dtype, buckets)
 
     def reduce_by(
         self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
     ) -> Reduction:
         """See `Side`."""
-        from unified_ddp.jax.equivalence.reduction import reduce_by_step
-
         assert step is not None  # check_gradients has seen to it
         return reduce_by_step(self, step, values, batch, shards, dtype)
 
     def wrap(self, params: Named, buckets: Sequence[Sequence[str]] | None) -> Any:
         """Returns the layer that reduces the gradients of these parameters, in these buckets if they are given."""
-        from unified_ddp.jax.equivalence.reduction import default_layer
-
         return default_layer(params, buckets) if self.ddp is None else self.ddp(params)
 
     def modules(self) -> set[str]:
@@ -144,7 +139,7 @@ class JaxSide:
             for grads in gradients:
                 native = {name: jnp.asarray(np.conj(cast(grads[name], dtype))) for name in params}
                 params, state = step(params, state, native)
-                states.append({name: _to_numpy(param) for name, param in params.items()})
+                states.append({name: to_numpy(param) for name, param in params.items()})
             return tuple(states)
 
     def train(self, values: Arrays, batches: Sequence[Any], dtype: str) -> Trajectory:
@@ -157,8 +152,8 @@ class JaxSide:
             for batch in batches:
                 loss, params, state, buffers = step(params, state, buffers, batch_in(batch, dtype))
                 losses.append(float(loss))
-                parameters.append({name: _to_numpy(param) for name, param in params.items()})
-                kept.append({name: _to_numpy(buffer) for name, buffer in buffers.items()})
+                parameters.append({name: to_numpy(param) for name, param in params.items()})
+                kept.append({name: to_numpy(buffer) for name, buffer in buffers.items()})
             return Trajectory(tuple(losses), tuple(parameters), tuple(kept))
 
     def _trained(self, params: Named, state: Any, buffers: Named, batch: Any) -> tuple[Any, Named, Any, Named]:
@@ -197,39 +192,6 @@ class JaxSide:
             parameters=sum(int(np.prod(p.shape)) for p in params.values()),
             tensors=len(params),
         )
-
-
-def scalar(loss: Any) -> Any:
-    """Returns the loss; raises EquivalenceError unless it is a real scalar."""
-    shape = getattr(loss, "shape", None)
-    if shape is None or np.prod(shape) != 1:
-        raise EquivalenceError(
-            f"the JAX loss function returned {type(loss).__name__} of shape {shape} as its loss; it returns a scalar, "
-            "or (loss, outputs)"
-        )
-    return loss.reshape(())
-
-
-def precision(dtype: str) -> Any:
-    """Returns the context of a run: 64-bit types are on for float64, and as the user has them otherwise."""
-    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
-
-
-def cast(array: Any, dtype: str) -> np.ndarray:
-    """Returns floating-point and complex arrays in a real dtype or its complex one; others as they are."""
-    array = np.asarray(array)
-    if np.iscomplexobj(array):
-        return array.astype(np.complex128 if dtype == "float64" else np.complex64)
-    return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
-def batch_in(batch: Any, dtype: str) -> Any:
-    """Returns a batch of numpy arrays as JAX arrays, floating-point ones in the dtype."""
-    return map_arrays(lambda array: jnp.asarray(cast(array, dtype)), batch)
-
-
-def _to_numpy(leaf: Any) -> np.ndarray:
-    return np.asarray(leaf.get_value() if hasattr(leaf, "get_value") else leaf)
 
 
 def _xla_flags() -> str:

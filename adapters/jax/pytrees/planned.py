@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from unified_ddp.errors import PlanError
-from unified_ddp.jax.pytrees.schema import CACHE_SIZE, Schema, schema_of, without
+from unified_ddp.jax.pytrees.schema import named_leaves
 from unified_ddp.jax.pytrees.trainable import frozen_names
 from unified_ddp.plan import BucketPlan, ParamSpec, bucket_caps, plan_in_ready_order
 
@@ -16,15 +16,11 @@ from unified_ddp.plan import BucketPlan, ParamSpec, bucket_caps, plan_in_ready_o
 class PlannedParams:
     """The trained parameters of a model: in buckets, and in every pytree that has their names.
 
-    Args: see `DistributedDataParallel`.
+    Args and errors are those of `GradientAveraging`.
 
     Attributes:
         plan: the buckets.
         names: of the trained parameters, in tree order.
-
-    Raises:
-        PlanError: no leaf can have a gradient, two have one name, or `plan` differs in names, shapes or dtypes.
-        TypeError, ValueError: another argument is wrong.
     """
 
     def __init__(
@@ -36,33 +32,49 @@ class PlannedParams:
         bucket_cap_mb_list: Sequence[float] | None,
     ) -> None:
         self._frozen = frozen_names(params, trainable)
-        schema = self._schema(params)
-        if not schema.specs:
+        specs = tuple(leaf for leaf in self._leaves(params).values() if isinstance(leaf, ParamSpec))
+        if not specs:
             raise PlanError(
                 "params has no leaf that can have a gradient"
                 + (" and is not frozen" if self._frozen else "")
                 + "; give a pytree with floating-point arrays"
             )
         if plan is None:
-            plan = plan_of(schema, tuple(bucket_caps(bucket_cap_mb, bucket_cap_mb_list)))
+            plan = plan_of(specs, tuple(bucket_caps(bucket_cap_mb, bucket_cap_mb_list)))
         elif bucket_cap_mb is not None or bucket_cap_mb_list is not None:
             raise ValueError("plan already says what is in each bucket; leave bucket_cap_mb and bucket_cap_mb_list out")
-        positions_in(plan, schema)
         self.plan = plan
-        self.names = tuple(spec.name for spec in schema.specs)
+        self.names = tuple(spec.name for spec in specs)
+        self.find(params)
 
     def find(self, tree: Any) -> "PlannedLeaves":
         """Returns the leaves of a pytree of params or gradients.
 
         Raises:
-            PlanError: names, shapes or dtypes differ from the plan.
+            PlanError: names, shapes or dtypes differ from the plan; the first difference is named.
         """
+        have, planned = self._leaves(tree), {spec.name: spec for spec in self.plan.params}
+        for leaf in have.values():
+            if isinstance(leaf, ParamSpec):
+                _require_same(leaf, planned.get(leaf.name))
+        for name in planned:
+            if not isinstance(have.get(name), ParamSpec):
+                held = f"holds it as {have[name]}, which has no gradient" if name in have else "has no such leaf"
+                raise PlanError(
+                    f"the plan has the parameter '{name}', but the pytree {held}; "
+                    "give a pytree with the names of the plan, or plan again from this pytree"
+                )
+        position = {name: i for i, name in enumerate(have)}
         leaves, treedef = jax.tree.flatten(tree)
-        return PlannedLeaves(leaves, treedef, positions_in(self.plan, self._schema(tree)))
+        return PlannedLeaves(leaves, treedef, tuple(position[name] for name in planned))
 
-    def _schema(self, tree: Any) -> Schema:
-        schema = schema_of(tree)
-        return without(schema, self._frozen) if self._frozen else schema
+    def _leaves(self, tree: Any) -> dict[str, ParamSpec | str]:
+        """As `named_leaves`, where frozen parameters are leaves without gradient."""
+        leaves = named_leaves(tree)
+        for name in self._frozen & leaves.keys():
+            if isinstance(leaf := leaves[name], ParamSpec):
+                leaves[name] = f"frozen {leaf.dtype}"
+        return leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,38 +104,14 @@ class PlannedLeaves:
         return self._filled([None] * len(self.leaves), values)
 
     def _filled(self, leaves: list[Any], values: Sequence[Any]) -> Any:
-        filled = list(leaves)
-        for position, value in zip(self.positions, values, strict=True):
-            filled[position] = value
-        return jax.tree.unflatten(self.treedef, filled)
+        by_position = dict(zip(self.positions, values, strict=True))
+        return jax.tree.unflatten(self.treedef, [by_position.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-@functools.lru_cache(maxsize=CACHE_SIZE)
-def plan_of(schema: Schema, caps: tuple[int, ...]) -> BucketPlan:
-    """Returns the buckets of a schema, last leaves first; the same object for the same schema and caps (in bytes)."""
-    return plan_in_ready_order(schema.specs, caps)
-
-
-@functools.lru_cache(maxsize=CACHE_SIZE)
-def positions_in(plan: BucketPlan, schema: Schema) -> tuple[int, ...]:
-    """Returns, for each parameter of the plan, the position of its leaf in trees of this schema.
-
-    Raises:
-        PlanError: names, shapes or dtypes differ; the first difference is named.
-    """
-    planned = {spec.name: spec for spec in plan.params}
-    for spec in schema.specs:
-        _require_same(spec, planned.get(spec.name))
-    leaf_of = {spec.name: leaf for spec, leaf in zip(schema.specs, schema.leaves, strict=True)}
-    for name in planned:
-        if name not in leaf_of:
-            dtype = schema.skipped.get(name)
-            have = f"holds it as {dtype}, which has no gradient" if dtype else "has no such leaf"
-            raise PlanError(
-                f"the plan has the parameter '{name}', but the pytree {have}; "
-                "give a pytree with the names of the plan, or plan again from this pytree"
-            )
-    return tuple(leaf_of[spec.name] for spec in plan.params)
+@functools.lru_cache(maxsize=256)
+def plan_of(specs: tuple[ParamSpec, ...], caps: tuple[int, ...]) -> BucketPlan:
+    """Returns the buckets of parameters, last ones first; the same object for the same specs and caps (in bytes)."""
+    return plan_in_ready_order(specs, caps)
 
 
 def _require_same(spec: ParamSpec, planned: ParamSpec | None) -> None:

@@ -1,7 +1,5 @@
 """Pytrees as parameter schemas: which leaves are parameters, and what they are called."""
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,25 +9,6 @@ import numpy as np
 
 from unified_ddp.errors import PlanError
 from unified_ddp.plan import ParamSpec
-
-CACHE_SIZE = 256
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: `schema_of` gives equal trees one schema
-class Schema:
-    """The parameters of one kind of pytree.
-
-    Attributes:
-        treedef: of the whole tree.
-        specs: one for each leaf that can have a gradient, in tree order.
-        leaves: the positions of those leaves among all leaves of the tree.
-        skipped: names and dtypes of the other leaves.
-    """
-
-    treedef: jax.tree_util.PyTreeDef
-    specs: tuple[ParamSpec, ...]
-    leaves: tuple[int, ...]
-    skipped: dict[str, str]
 
 
 def param_specs(tree: Any) -> list[ParamSpec]:
@@ -44,66 +23,44 @@ def param_specs(tree: Any) -> list[ParamSpec]:
     Raises:
         PlanError: a dtype is unknown to the core, or two leaves have the same name.
     """
-    return list(schema_of(tree).specs)
+    return [spec for spec in named_leaves(tree).values() if isinstance(spec, ParamSpec)]
 
 
-def schema_of(tree: Any) -> Schema:
-    """Returns the tree's schema, the same object for every tree of equal treedef, shapes and dtypes."""
-    leaves, treedef = jax.tree.flatten(tree)
-    key = (treedef, tuple(_aval(leaf) for leaf in leaves))
-    try:
-        schema = _schemas.get(key)
-    except TypeError:  # static data in the treedef is not hashable
-        return _build(tree)
-    if schema is None:
-        if len(_schemas) >= CACHE_SIZE:
-            _schemas.pop(next(iter(_schemas)))
-        schema = _schemas[key] = _build(tree)
-    return schema
+def named_leaves(tree: Any) -> dict[str, ParamSpec | str]:
+    """Returns every leaf's spec by name, in tree order; of a leaf that cannot have a gradient, the kind in words.
 
-
-_schemas: dict[Any, Schema] = {}
-
-
-@functools.lru_cache(maxsize=CACHE_SIZE)
-def without(schema: Schema, names: frozenset[str]) -> Schema:
-    """Returns the schema with the parameters of these names among those that are skipped."""
-    kept = [(s, leaf) for s, leaf in zip(schema.specs, schema.leaves, strict=True) if s.name not in names]
-    skipped = schema.skipped | {spec.name: f"frozen {spec.dtype}" for spec in schema.specs if spec.name in names}
-    return Schema(schema.treedef, tuple(s for s, _ in kept), tuple(leaf for _, leaf in kept), skipped)
-
-
-def _build(tree: Any) -> Schema:
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    specs, leaves, skipped, seen = [], [], {}, set[str]()
-    for position, (path, leaf) in enumerate(paths):
-        name, (shape, dtype) = leaf_name(path), _aval(leaf)
-        if name in seen:
+    Raises:
+        PlanError: as for `param_specs`.
+    """
+    found: dict[str, ParamSpec | str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = leaf_name(path)
+        if name in found:
             raise PlanError(f"two leaves of the pytree are named '{name}'; rename one of the keys on its path")
-        seen.add(name)
-        if _has_gradient(dtype):
-            specs.append(ParamSpec(name, shape, str(dtype)))
-            leaves.append(position)
-        else:
-            skipped[name] = str(dtype) if dtype is not None else type(leaf).__name__
-    return Schema(treedef, tuple(specs), tuple(leaves), skipped)
+        dtype = _dtype(leaf)
+        has_gradient = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.inexact)
+        found[name] = ParamSpec(name, jnp.shape(leaf), str(dtype)) if has_gradient else str(dtype)
+    return found
 
 
-def _aval(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype as JAX would hold them; dtype None if the leaf is no array."""
-    if isinstance(leaf, bool | int | float | complex):
-        return (), jnp.result_type(leaf)
+def _dtype(leaf: Any) -> Any:
+    """As JAX would hold the leaf; the name of its type if it is no array."""
+    if not is_array(leaf):
+        return type(leaf).__name__
     dtype = getattr(leaf, "dtype", None)
-    shape = getattr(leaf, "shape", None)
-    if dtype is None or shape is None:
-        return (), None
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
-        return tuple(shape), dtype
-    return tuple(shape), jnp.result_type(dtype)  # float64 is float32 to JAX unless x64 is on
+    if dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0):
+        return dtype
+    return jnp.result_type(leaf if dtype is None else dtype)  # float64 is float32 to JAX unless x64 is on
 
 
-def _has_gradient(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.inexact)
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, the shape and dtype of one, or a number that JAX takes for one."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of typed PRNG keys; raw ones are like any other integers."""
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
 def leaf_name(path: Sequence[Any]) -> str:

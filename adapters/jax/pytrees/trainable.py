@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from unified_ddp.jax.pytrees.schema import schema_of
+from unified_ddp.jax.pytrees.schema import named_leaves
+from unified_ddp.plan import ParamSpec
 
 
 def frozen_names(params: Any, trainable: Any | Callable[[str], bool] | None) -> frozenset[str]:
@@ -21,20 +22,19 @@ def frozen_names(params: Any, trainable: Any | Callable[[str], bool] | None) -> 
         TypeError: it is neither, or the function returns something else.
         ValueError: the structure of the pytree of bools does not fit `params`.
     """
-    schema = schema_of(params)
     if trainable is None:
         return frozenset()
-    flags = jax.tree.leaves(trainable)
+    leaves, flags = named_leaves(params), jax.tree.leaves(trainable)
     if flags and all(isinstance(flag, bool | np.bool_) for flag in flags):
         try:
             full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params)
         except ValueError as error:
             raise ValueError(f"trainable is a pytree of bools whose structure does not fit params: {error}") from error
-        by_leaf = jax.tree.leaves(full)
-        return frozenset(s.name for s, leaf in zip(schema.specs, schema.leaves, strict=True) if not by_leaf[leaf])
-    if not callable(trainable):
+        answers = dict(zip(leaves, jax.tree.leaves(full), strict=True))
+    elif callable(trainable):
+        answers = {name: trainable(name) for name, leaf in leaves.items() if isinstance(leaf, ParamSpec)}
+    else:
         raise TypeError(f"trainable takes a pytree of bools or a function of a name, not {trainable!r}")
-    answers = {spec.name: trainable(spec.name) for spec in schema.specs}
     for name, answer in answers.items():
         if not isinstance(answer, bool | np.bool_):
             raise TypeError(f"trainable takes a function that returns a bool, but it returned {answer!r} for {name!r}")

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from unified_ddp.errors import AxisError
+from unified_ddp.jax.pytrees.schema import is_array
 
 
 def axis_names(axis_name: str | Sequence[str]) -> tuple[str, ...]:
@@ -71,7 +72,7 @@ def mark_varying(tree: Any, names: Sequence[str]) -> Any:
 
 
 def _mark(leaf: Any, checked: frozenset[str]) -> Any:
-    if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+    if not is_array(leaf):
         return leaf
     missing = checked - varying_axes(leaf)
     return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf  # refuses what varies already

@@ -1,14 +1,14 @@
 """One replica's values for all replicas, bit for bit."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from unified_ddp.jax.reduction.mean import Strategy
-from unified_ddp.jax.reduction.packing import alike, pack, unpack
+from unified_ddp.jax.pytrees.schema import is_array, is_key
+from unified_ddp.jax.reduction.mean import Strategy, all_reduce
+from unified_ddp.jax.reduction.packing import Turns
 
 
 def broadcast(tree: Any, axes: tuple[str, ...], source: int | jax.Array, strategy: Strategy) -> Any:
@@ -18,37 +18,20 @@ def broadcast(tree: Any, axes: tuple[str, ...], source: int | jax.Array, strateg
     nothing of the others leaks in. Leaves that are no arrays or numbers are left alone. `source` is the same on all.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    arrays = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
     is_source = lax.axis_index(axes) == source
     sent = [jnp.where(is_source, bits, jnp.zeros_like(bits)) for bits in map(_to_bits, arrays.values())]
-    for (i, array), bits in zip(arrays.items(), _sum(sent, axes, strategy), strict=True):
-        leaves[i] = _from_bits(bits, array)
+    sums = iter(all_reduce([bits for bits in sent if bits.size], axes, strategy, Turns()))
+    for (i, array), bits in zip(arrays.items(), sent, strict=True):
+        # Of what is empty, there is nothing to send; on CPUs jax 0.11.2 crashed compiling it.
+        leaves[i] = _from_bits(next(sums) if bits.size else jnp.zeros(bits.shape, bits.dtype), array)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
-
-
-def _sum(sent: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy) -> list[jax.Array]:
-    if any(not bits.size for bits in sent):  # nothing to send; on CPUs jax 0.11.2 crashed compiling them
-        sums = iter(_sum([bits for bits in sent if bits.size], axes, strategy))
-        return [next(sums) if bits.size else jnp.zeros(bits.shape, bits.dtype) for bits in sent]
-    words = [i for i, bits in enumerate(sent) if bits.dtype == jnp.uint32 and strategy == "flat"]
-    packs = [[words[i] for i in group] for group in alike([sent[i] for i in words])]
-    alone = [i for i in range(len(sent)) if i not in set(words)]
-    operands = [pack([sent[i] for i in positions]) for positions in packs] + [sent[i] for i in alone]
-    sums = lax.psum(operands, axes) if operands else []
-    parts = dict(zip(alone, sums[len(packs) :], strict=True))
-    for positions, flat in zip(packs, sums, strict=False):
-        parts.update(zip(positions, unpack(flat, [sent[i] for i in positions]), strict=True))
-    return [parts[i] for i in range(len(sent))]
 
 
 def _to_bits(array: jax.Array) -> jax.Array:
     """The bits as unsigned integers of 32 or 64 bits: collectives of narrower ones are not supported everywhere."""
     dtype = array.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return _to_bits(jax.random.key_data(array))
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _to_bits(jnp.stack([array.real, array.imag]))
@@ -60,7 +43,7 @@ def _to_bits(array: jax.Array) -> jax.Array:
 
 def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     dtype = like.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(like):
         data = jax.random.key_data(like)
         return jax.random.wrap_key_data(_from_bits(bits, data), impl=jax.random.key_impl(like))
     if jnp.issubdtype(dtype, jnp.complexfloating):

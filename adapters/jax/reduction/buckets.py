@@ -1,7 +1,7 @@
 """Reducing gradients bucket by bucket, by the mean or by what stands in its place."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -13,15 +13,9 @@ from unified_ddp.jax.reduction.packing import Turns, alike, unpack
 from unified_ddp.plan import BucketPlan
 from unified_ddp.ranks.texts import shortened
 
-
-class BucketReducer(Protocol):
-    """A comm hook, bound to a plan. Pure: what it remembers of a bucket on a replica comes and goes as state."""
-
-    initial_states: Sequence[State]
-    """A replica's state of each bucket before the first step, as numpy arrays."""
-
-    def reduce(self, index: int, storage: jax.Array, state: State, axes: tuple[str, ...]) -> tuple[jax.Array, State]:
-        """Returns the reduced storage of the bucket of this number, and its new state."""
+Reduce = Callable[[int, jax.Array, State, tuple[str, ...]], tuple[jax.Array, State]]
+"""A comm hook, bound to a plan: takes a bucket's number, storage and state, and the axes; returns the reduced storage
+and the new state. Pure: what it remembers of a bucket on a replica comes and goes as state."""
 
 
 def require_local(plan: BucketPlan, grads: Sequence[jax.Array], axes: Sequence[str]) -> None:
@@ -46,32 +40,26 @@ def reduce_buckets(
     grads: Sequence[jax.Array],
     axes: tuple[str, ...],
     strategy: Strategy,
-    reducer: BucketReducer | None = None,
+    reduce: Reduce | None = None,
     states: Sequence[State] = (),
 ) -> tuple[list[jax.Array], list[State]]:
     """Returns the mean over the axes of local gradients, both in the order of `plan.params`, and the new states.
 
-    Args:
-        plan: the buckets.
-        grads: this replica's gradients.
-        axes: to reduce over.
-        strategy: of the mean without a reducer.
-        reducer: reduces in its place.
-        states: of the reducer, one a bucket.
+    `reduce`, with one state a bucket, takes the place of the mean and its strategy.
 
     Raises:
-        MisuseError: there is a reducer, and gradients of one bucket vary over different axes by type.
+        MisuseError: there is a comm hook, and gradients of one bucket vary over different axes by type.
     """
     reduced: list[Any] = [None] * len(grads)
     new_states = list(states)
     turns = Turns()
     for index, bucket in enumerate(plan.buckets):
         local = [grads[i] for i in bucket.params]
-        if reducer is None:
+        if reduce is None:
             means = mean(local, axes, strategy, turns)
         else:
             _require_alike(local, [plan.params[i].name for i in bucket.params])
-            storage, new_states[index] = reducer.reduce(index, turns.pack(local), states[index], axes)
+            storage, new_states[index] = reduce(index, turns.pack(local), states[index], axes)
             means = unpack(turns.reduced(storage), local)
         for i, gradient in zip(bucket.params, means, strict=True):
             reduced[i] = gradient

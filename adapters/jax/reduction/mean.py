@@ -1,11 +1,11 @@
-"""The mean of a bucket's gradients: which are packed, and which are operands of one all-reduce as they are.
+"""Sums and means over mapped axes: which arrays are packed, and which are operands of one all-reduce as they are.
 
 Measured on CPU: every operand of an all-reduce costs a round trip, of about 0.5 ms between processes and 0.1 ms in one,
 so small gradients are packed; but that takes up to 0.2 times longer to compile, and in one process it is left to users.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,46 +34,41 @@ def default_strategy() -> Strategy:
 
 
 def mean(local: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy, turns: Turns) -> list[jax.Array]:
-    """Returns the means over the axes of a bucket's local gradients, all of one dtype."""
-    means: list[Any] = [None] * len(local)
-    alone = set(range(len(local)))
-    for positions in _packs(local) if strategy == "flat" else []:
-        arrays = [local[i] for i in positions]
-        (flat,) = _all_reduce([turns.pack(arrays)], axes)
-        for i, array in zip(positions, unpack(turns.reduced(flat), arrays), strict=True):
-            means[i] = array
-        alone.difference_update(positions)
-    unpacked = sorted(alone)
-    for i, array in zip(unpacked, _all_reduce([local[i] for i in unpacked], axes), strict=True):
-        means[i] = array
-    return means
+    """Returns the means over the axes of a bucket's local gradients, all of one dtype.
+
+    They are divided before they are summed, as in torch, or with the same bits: division by a power of two commutes
+    with rounding, and XLA fuses one that comes after the sum with the update, which saves a kernel an array; but it
+    must come before the sum where the sum may overflow.
+    """
+    replicas = replica_count(axes)
+    if replicas & (replicas - 1) or local[0].dtype == jnp.float16:
+        return all_reduce([array / replicas for array in local], axes, strategy, turns)
+    return [total / replicas for total in all_reduce(local, axes, strategy, turns)]
 
 
-def _packs(local: Sequence[jax.Array]) -> list[list[int]]:
+def all_reduce(arrays: Sequence[jax.Array], axes: tuple[str, ...], strategy: Strategy, turns: Turns) -> list[jax.Array]:
+    """Returns the sums of arrays over the axes; "flat" packs small ones together, each pack after the one before."""
+    sums: dict[int, jax.Array] = {}
+    for positions in _packs(arrays) if strategy == "flat" else []:
+        parts = [arrays[i] for i in positions]
+        flat = turns.reduced(lax.psum(turns.pack(parts), axes))
+        sums.update(zip(positions, unpack(flat, parts), strict=True))
+    alone = [i for i in range(len(arrays)) if i not in sums]
+    sums.update(zip(alone, lax.psum([arrays[i] for i in alone], axes) if alone else [], strict=True))
+    return [sums[i] for i in range(len(arrays))]
+
+
+def _packs(arrays: Sequence[jax.Array]) -> list[list[int]]:
     """Returns the positions of the arrays that are packed, two or more together."""
     packs: list[list[int]] = []
-    for group in alike(local):
+    for group in alike(arrays):
         room = -1
         for i in group:
-            if local[i].nbytes >= LARGE_LEAF_BYTES:
+            if arrays[i].nbytes >= LARGE_LEAF_BYTES:
                 continue
-            if local[i].nbytes > room:
+            if arrays[i].nbytes > room:
                 packs.append([])
                 room = PACKED_BYTES
             packs[-1].append(i)
-            room -= local[i].nbytes
+            room -= arrays[i].nbytes
     return [positions for positions in packs if len(positions) > 1]
-
-
-def _all_reduce(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Returns the means of arrays of one dtype: divided before they are summed, as in torch, or with the same bits.
-
-    Division by a power of two commutes with rounding, and XLA fuses one that comes after the sum with the update, which
-    saves a kernel an array; but it must come before the sum where the sum may overflow.
-    """
-    if not arrays:
-        return []
-    replicas = replica_count(axes)
-    if replicas & (replicas - 1) or arrays[0].dtype == jnp.float16:
-        return list(lax.psum([array / replicas for array in arrays], axes))
-    return [total / replicas for total in lax.psum(list(arrays), axes)]

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,13 @@ same memory is used again. On GPUs, XLA's combiner puts such arrays together."""
 
 
 def alike(arrays: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the positions of those arrays that vary over the same axes by type, and may be packed together.
+    """Returns the positions of those arrays that have one dtype and vary over the same axes by type, to be packed.
 
     Packed with one that varies over a model axis, a replicated array would come back as one that varies.
     """
-    groups: dict[frozenset[str], list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
-        groups.setdefault(varying_axes(array), []).append(i)
+        groups.setdefault((array.dtype, varying_axes(array)), []).append(i)
     return list(groups.values())
 
 
@@ -35,7 +36,7 @@ class Turns:
         self._packed = 0
 
     def pack(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Returns the arrays, of one dtype and `alike`, as one flat array."""
+        """Returns arrays that are `alike` as one flat array."""
         size = sum(array.nbytes for array in arrays)
         waits = self._packed + size > PACKED_BYTES
         self._packed = size if waits else self._packed + size
@@ -48,7 +49,7 @@ class Turns:
 
 
 def pack(arrays: Sequence[jax.Array], after: jax.Array | None = None) -> jax.Array:
-    """Returns the arrays, of one dtype and `alike`, as one flat array.
+    """Returns arrays that are `alike` as one flat array.
 
     On CPUs they are packed once `after` has been computed, which is the all-reduce of what was packed before. Otherwise
     XLA merges all-reduces into one, for which everything has to be packed at once: of the 320 ms that a step of a

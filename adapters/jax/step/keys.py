@@ -5,10 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is an array of typed PRNG keys; raw ones are like any other integers."""
-    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key)
+from unified_ddp.jax.pytrees.schema import is_key
 
 
 def fold_in_keys(tree: Any, number: jax.Array) -> Any:

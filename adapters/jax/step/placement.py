@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from unified_ddp.errors import AxisError, UnevenDataError
-from unified_ddp.jax.pytrees.schema import leaf_name
+from unified_ddp.jax.pytrees.schema import is_array, is_key, leaf_name
 
 
 def auto_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -42,12 +42,8 @@ def row_specs(batch: Any, axes: tuple[str, ...]) -> Any:
 def split_rows(batch: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int, what: str) -> Any:
     """Returns a process's own rows as global arrays, of which each replica holds a part of equal size.
 
-    Args:
-        batch: a pytree of arrays, the rows of this process; or of global arrays, which are taken as they are.
-        mesh: all devices.
-        axes: the mesh axes to split over.
-        microbatches: into how many each replica splits its rows.
-        what: names the pytree in errors.
+    Global arrays are taken as they are. Each replica splits its rows into `microbatches`; `what` names the pytree in
+    errors.
 
     Raises:
         UnevenDataError: the replicas of this process cannot have equal parts.
@@ -96,21 +92,16 @@ def host_digests(tree: Any, mesh: Mesh) -> dict[str, int]:
 
     if all(map(spread, jax.tree.leaves(tree))):  # as in all steps but the first after a restart
         return {}
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path): zlib.crc32(_host_values(leaf).tobytes()) for path, leaf in leaves if not spread(leaf)}
+    leaves = [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not spread(leaf)]
+    values = {name: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for name, leaf in leaves}
+    return {name: zlib.crc32(value.tobytes()) for name, value in values.items()}
 
 
 def per_replica(make: Callable[[int], Any], mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Returns global arrays of which each replica holds its own part; each process makes those of its devices.
+    """Returns global arrays of which each replica holds its own part, or None if there are none.
 
-    Args:
-        make: returns, for a number of replicas, a pytree of numpy arrays with a leading axis of replicas, the same in
-            all processes.
-        mesh: all devices.
-        axes: the mesh axes to split over.
-
-    Returns:
-        The arrays in the structure of the pytree; None if there are none.
+    `make` returns, for a number of replicas, a pytree of numpy arrays with a leading axis of replicas, the same in all
+    processes; each places those of its devices.
     """
     sharding = NamedSharding(mesh, P(axes))
     tree = make(_replicas(mesh, axes))
@@ -165,7 +156,7 @@ def _replicas(mesh: Mesh, axes: tuple[str, ...]) -> int:
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
-    if _is_key(leaf):
+    if is_key(leaf):
         data = _place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
@@ -173,16 +164,8 @@ def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, array, array.shape if sharding.spec == P() else None)
 
 
-def _host_values(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-
-
 def _require_array(what: str, path: Any, leaf: Any) -> None:
-    if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+    if not is_array(leaf):
         raise TypeError(
             f"{what} leaf '{leaf_name(path)}' is a {type(leaf).__name__}, no array; keep it out of the pytree (flax "
             "nnx: nnx.split; equinox: eqx.partition(model, eqx.is_array)) or pass it as a keyword argument of the step"

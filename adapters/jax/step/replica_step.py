@@ -21,11 +21,7 @@ from unified_ddp.jax.step.state import StepInputs, StepResults, TrainState
 class ReplicaStep:
     """Gives what one replica contributes to a step, and what all make of it.
 
-    Attributes:
-        averaging: of the gradients.
-        objective: what is minimised.
-        options: of the step.
-        compare: whether to find out if processes differ in what they were given.
+    With `compare`, they also find out if processes differ in what they were given.
     """
 
     averaging: GradientAveraging
@@ -50,16 +46,13 @@ class ReplicaStep:
         reduced = self.averaging.all_reduce(grads, state.hook_state)
         means, hook_state = (reduced, None) if state.hook_state is None else reduced
         loss, aux = self.averaging.mean((loss, aux))
-        checks |= self._check(jax.tree.leaves(grads), jax.tree.leaves(means))
-        return StepResults(loss, aux, means, self._synced(buffers, table), hook_state, checks)
+        finite, bad = self._finite(jax.tree.leaves(grads), jax.tree.leaves(means))
+        return StepResults(loss, aux, means, self._synced(buffers, table), hook_state, checks | finite, bad)
 
     def specs(self) -> StepResults:
         """Returns over which axes each result differs."""
         by_replica = P(self.averaging.axis_name)
-        compared = {"uneven": P(), "apart": P(), "step": P()} if self.compare else {}
-        finite = {"finite": P()} if self.options.on_nonfinite != "ignore" else {}
-        named = {"bad": by_replica, "bad_mean": P()} if self.options.on_nonfinite == "raise" else {}
-        return StepResults(P(), P(), P(), P(), by_replica, compared | finite | named)
+        return StepResults(P(), P(), P(), P(), by_replica, P(), by_replica)
 
     def _accumulated(self, state: TrainState, inputs: StepInputs, scale: Any) -> tuple[Any, Any, Any, Any]:
         """Returns loss, aux and local gradients summed over microbatches, and the buffers after them."""
@@ -99,11 +92,11 @@ class ReplicaStep:
         means = iter(self.averaging.mean(shares))
         return jax.tree.unflatten(treedef, [next(means if is_averaged else firsts) for is_averaged in averaged])
 
-    def _check(self, grads: list[jax.Array], means: list[jax.Array]) -> dict[str, jax.Array]:
+    def _finite(self, grads: list[jax.Array], means: list[jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         if self.options.on_nonfinite == "ignore":
-            return {}
+            return {}, None
         bad = jnp.stack([~jnp.all(jnp.isfinite(grad)) for grad in grads])
         bad_mean = jnp.stack([~jnp.all(jnp.isfinite(mean)) for mean in means])
         most = lax.pmax(jnp.any(bad).astype(jnp.int32), self.averaging.axis_name)
-        found = {"finite": (most == 0) & ~jnp.any(bad_mean)}
-        return found | ({"bad": bad[None], "bad_mean": bad_mean} if self.options.on_nonfinite == "raise" else {})
+        finite = {"finite": (most == 0) & ~jnp.any(bad_mean)}
+        return (finite | {"bad_mean": bad_mean}, bad[None]) if self.options.on_nonfinite == "raise" else (finite, None)

@@ -23,9 +23,7 @@ class Dispatched(NamedTuple):  # a pytree, so that its arrays can be waited for
 class Reports:
     """Judges steps that have ended; names are asked for across processes only if there is something to say.
 
-    Args:
-        names: of the trained parameters, in tree order.
-        options: of the step.
+    `names` are those of the trained parameters, in tree order.
     """
 
     def __init__(self, names: tuple[str, ...], options: StepOptions) -> None:

@@ -80,24 +80,21 @@ class StepInputs:
 
     def fingerprint(self) -> int:
         """Returns a number of 31 bits for what must be equal in all processes."""
-        leaves = jax.tree_util.tree_leaves_with_path((self.batch, self.weight))
-        shapes = [(leaf_name(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
-        return zlib.crc32(repr((shapes, self.rng is None, self._static_text())).encode()) >> 1
+        return zlib.crc32(self.text().encode()) >> 1
 
     def text(self) -> str:
-        """Returns the same in words, for errors; of a process's own arguments, before they are placed."""
+        """Returns in words what must be equal: shapes and dtypes, whether there is a key, and static values.
+
+        Of values that have no text of their own, it is the type.
+        """
         given = {"batch": self.batch} | ({} if self.weight is None else {"weight": self.weight})
         kinds = [
             f"{leaf_name(path)}: {list(jnp.shape(leaf))} {jax.typeof(leaf).dtype}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(given)
         ]
-        rest = ["rng"] * (self.rng is not None) + [self._static_text()] * bool(self.static)
-        return f"({', '.join(kinds + rest)})"
-
-    def _static_text(self) -> str:
-        """Names and values; of values that have no text of their own, the type."""
         plain = (bool, int, float, str, type(None))
-        return ", ".join(f"{n}={v!r}" if isinstance(v, plain) else f"{n}: {type(v).__name__}" for n, v in self.static)
+        static = [f"{n}={v!r}" if isinstance(v, plain) else f"{n}: {type(v).__name__}" for n, v in self.static]
+        return f"({', '.join([*kinds, *(['rng'] if self.rng is not None else []), *static])})"
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +108,10 @@ class StepResults:
         grads: the mean gradients, None where there is none.
         buffers: of the next state.
         hook_state: of the next state.
-        checks: "uneven" (scalar: arguments differ by process), "apart" (scalar: states do), "step" (scalar: of this
-            process's state), "finite" (scalar), "bad" (shape (1, parameters): which of this replica's gradients are
-            not finite) and "bad_mean" (shape (parameters,)); those that the options and processes ask for.
+        checks: those that the options and processes ask for of "uneven" (scalar: arguments differ by process), "apart"
+            (scalar: states do), "step" (scalar: of this process's state), "finite" (scalar) and "bad_mean" (shape
+            (parameters,): which mean gradients are not finite).
+        bad: which of this replica's gradients are not finite, shape (1, parameters); None if nobody asks.
     """
 
     loss: Any
@@ -121,4 +119,5 @@ class StepResults:
     grads: Any
     buffers: Any
     hook_state: Any
-    checks: dict[str, Any]
+    checks: Any
+    bad: Any

@@ -53,31 +53,29 @@ class TrainStep:
         self._several = jax.process_count() > 1
         self._calls = itertools.count()
         self._compiled: dict[Any, Any] = {}
-        self._set_waiting()
-        self._set_program(Objective(loss_fn, options))
+        self._in_flight, self._dispatch_deadline = self._waiting()
+        axes = averaging.axis_name
+        replicated, by_replica = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
+        # Axes that hold no data are left to the compiler.
+        self._state_sharding = rest = replicated if set(self.mesh.axis_names) == set(axes) else None
+        replica_step = ReplicaStep(averaging, Objective(loss_fn, options), options, self._several)
+        self._jitted = jax.jit(
+            Update(averaging, self._optimizer, replica_step, self.mesh).step,
+            donate_argnums=(0,) if options.donate else (),
+            out_shardings=(TrainState(rest, rest, rest, rest, by_replica, rest), replicated, None),
+        )
 
-    def _set_waiting(self) -> None:
+    def _waiting(self) -> tuple[InFlight, Deadline | None]:
+        """What bounds the steps in flight, and what dispatches steps if that may wait for other processes."""
         options, on_cpu = self._options, self.mesh.devices.flat[0].platform == "cpu"
         limit = 0 if options.on_nonfinite == "raise" else options.max_in_flight
         if limit is None:
             limit = 0 if on_cpu else 2  # several CPU devices abort in XLA's rendezvous when steps pile up
         timeout = options.timeout if self._several else None
         deadline = Deadline(f"train_step {next(_numbers)}", timeout) if timeout else None
+        judge = Reports(self._averaging.planned.names, options).judge
         # XLA runs a CPU computation in the thread that dispatches it if the process has one device.
-        self._dispatch_deadline = deadline if on_cpu else None
-        self._in_flight = InFlight(limit, deadline, Reports(self._averaging.planned.names, options).judge)
-
-    def _set_program(self, objective: Objective) -> None:
-        axes = self._averaging.axis_name
-        replica_step = ReplicaStep(self._averaging, objective, self._options, self._several)
-        replicated, by_replica = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
-        # Axes that hold no data are left to the compiler.
-        self._state_sharding = rest = replicated if set(self.mesh.axis_names) == set(axes) else None
-        self._jitted = jax.jit(
-            Update(self._averaging, self._optimizer, replica_step, self.mesh).step,
-            donate_argnums=(0,) if self._options.donate else (),
-            out_shardings=(TrainState(rest, rest, rest, rest, by_replica, rest), replicated, None),
-        )
+        return InFlight(limit, deadline, judge), deadline if on_cpu else None
 
     def init(self, params: Any, buffers: Any = None) -> TrainState:
         """Returns the state before the first step. Across processes, all start from those of process 0.
@@ -180,14 +178,10 @@ class TrainStep:
 
     def _placed(self, given: StepInputs, held: dict[str, int]) -> StepInputs:
         axes, microbatches = self._averaging.axis_name, self._options.accumulate
-        digest = zlib.crc32(json.dumps(held).encode()) >> 1 if held else 0
-        return StepInputs(
-            split_rows(given.batch, self.mesh, axes, microbatches, "batch"),
-            split_rows(given.weight, self.mesh, axes, microbatches, "weight"),
-            replicate(given.rng, self.mesh, "rng"),
-            np.int32(digest),
-            given.static,
-        )
+        digest = np.int32(zlib.crc32(json.dumps(held).encode()) >> 1 if held else 0)
+        batch = split_rows(given.batch, self.mesh, axes, microbatches, "batch")
+        weight = split_rows(given.weight, self.mesh, axes, microbatches, "weight")
+        return StepInputs(batch, weight, replicate(given.rng, self.mesh, "rng"), digest, given.static)
 
     def _run(self, call: int, state: TrainState, inputs: StepInputs) -> tuple[TrainState, Any, dict[str, jax.Array]]:
         if self._dispatch_deadline is None:

@@ -47,6 +47,7 @@ class Update:
             old = (state.params, state.opt_state, state.buffers, state.hook_state)
             new = jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, old)
             skipped += 1 - taken.astype(skipped.dtype)
+        checks = checks if results.bad is None else checks | {"bad": results.bad}
         value = (results.loss, results.aux) if self.replica_step.options.has_aux else results.loss
         return TrainState(state.step + 1, *new, skipped), value, checks
 
@@ -83,8 +84,8 @@ class Update:
             if not re.search(r"missing \d+ required keyword-only|must be provided", str(error)):
                 raise
             raise MisuseError(
-                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. Take "
-                "a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
+                f"the optimizer asks for more than train_step has to give it, which is {', '.join(given)}: {error}. "
+                "Take a transformation that needs no more, or write the step by hand with ddp.value_and_grad"
             ) from error
 
 
@@ -107,10 +108,11 @@ def _require_own(have: Any, want: Any) -> None:
                 f"the state that the step was given is not of its optimizer and trained parameters: opt_state{path} is "
                 f"{held.get(path, 'absent')}, where the optimizer has {needed.get(path, 'nothing')}. {remedy}"
             )
-    if jax.tree.structure(have) != jax.tree.structure(want):
+    built, needs = str(jax.tree.structure(have)), str(jax.tree.structure(want))
+    if built != needs:
         raise MisuseError(
-            f"the state that the step was given is not of its optimizer: opt_state is built as "
-            f"{jax.tree.structure(have)}, and the optimizer's as {jax.tree.structure(want)}. {remedy}"
+            f"the state that the step was given is not of its optimizer: opt_state is built as {built}, and the "
+            f"optimizer's as {needs}. {remedy}"
         )
 
 

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -13,26 +13,22 @@ import jax
 from unified_ddp.errors import StallError
 from unified_ddp.jax.step.processes import ProgressBoard
 
-Call = Callable[[], Any]
-
 
 class Deadline:
     """Makes calls that may wait for other processes, in a thread of its own: this one can then give up.
 
-    Args:
-        name: of what is called, for errors and for the board; the same in all processes.
-        timeout: seconds.
+    `name`, for errors and for the board, is the same in all processes; `timeout` is in seconds.
     """
 
     def __init__(self, name: str, timeout: float) -> None:
         self._name = name
         self._timeout = timeout
         self._board = ProgressBoard(name)
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._calls,), daemon=True, name=f"unified_ddp {name}").start()
         weakref.finalize(self, self._calls.put, None)
 
-    def __call__(self, call: Call, step: int) -> Any:
+    def __call__(self, call: Callable[[], Any], step: int) -> Any:
         """Returns what the call returns.
 
         Raises:
@@ -41,9 +37,9 @@ class Deadline:
         future: Future[Any] = Future()
         self._calls.put((future, call))
         patience = min(1.0, self._timeout / 4)
-        if not _done(future, patience):
+        if not wait([future], patience).done:
             self._board.report(step)  # here, as opposed to those who do not come; written in no step that runs well
-            if not _done(future, self._timeout - patience):
+            if not wait([future], self._timeout - patience).done:
                 raise StallError(self._stalled(step))
         return future.result()
 
@@ -65,15 +61,7 @@ class Deadline:
         )
 
 
-def _done(future: Future[Any], seconds: float) -> bool:
-    try:
-        future.exception(seconds)
-    except TimeoutError:
-        return future.done()
-    return True
-
-
-def _serve(calls: "queue.SimpleQueue[tuple[Future[Any], Call] | None]") -> None:
+def _serve(calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
     while (item := calls.get()) is not None:
         future, call = item
         try:

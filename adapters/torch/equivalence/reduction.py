@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,10 @@ from unified_ddp.torch.ddp import DistributedDataParallel
 from unified_ddp.torch.equivalence.tensors import load, to_numpy
 from unified_ddp.torch.equivalence.timeline import record_timeline
 
-if TYPE_CHECKING:
-    from unified_ddp.torch.equivalence.side import TorchSide
-
 
 @dataclass(frozen=True)
 class _Job:
-    side: "TorchSide"
+    side: Any
     values: Arrays
     shards: Sequence[Any]
     dtype: str
@@ -41,7 +38,7 @@ class _Rank:
 
 
 def reduce_on_ranks(
-    side: "TorchSide",
+    side: Any,
     values: Arrays,
     shards: Sequence[Any],
     dtype: str,

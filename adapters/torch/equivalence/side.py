@@ -14,6 +14,7 @@ from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.results import SideInfo
 from unified_ddp.equivalence.side import Arrays, Evaluation, Reduction, TensorInfo, Trajectory
 from unified_ddp.torch.equivalence.optimizers import Stepper, stepper_of
+from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
 from unified_ddp.torch.equivalence.tensors import cast_module, describe, from_numpy, load, tensors_of, to_numpy
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -131,16 +132,12 @@ class TorchSide:
         self, values: Arrays, shards: Sequence[Any], dtype: str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Reduction:
         """See `Side`."""
-        from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
-
         return reduce_on_ranks(self, values, shards, dtype)
 
     def reduce_by(
         self, step: Callable[..., Any] | None, values: Arrays, batch: Any, shards: Sequence[Any], dtype: str
     ) -> Reduction:
         """See `Side`."""
-        from unified_ddp.torch.equivalence.reduction import reduce_on_ranks
-
         return reduce_on_ranks(self, values, shards, dtype, step=step)
 
     def wrap(self, module: nn.Module, *, unused: bool) -> nn.Module:

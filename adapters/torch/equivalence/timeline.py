@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,6 @@ import torch.distributed as dist
 from unified_ddp.equivalence.results import BucketTime
 from unified_ddp.equivalence.side import Arrays
 from unified_ddp.torch.ddp import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from unified_ddp.torch.equivalence.side import TorchSide
-
 
 _BACKWARDS = 3
 """Buckets are rebuilt after the first, the second warms up, and the last is told."""
@@ -26,9 +22,7 @@ class _Clock:
     reduced: dict[int, float] = field(default_factory=dict)
 
 
-def record_timeline(
-    side: "TorchSide", values: Arrays, shard: Any, dtype: str, *, unused: bool
-) -> tuple[BucketTime, ...]:
+def record_timeline(side: Any, values: Arrays, shard: Any, dtype: str, *, unused: bool) -> tuple[BucketTime, ...]:
     """Runs backward passes of their own, with an all-reduce that looks at the clock; every rank has to.
 
     Args:

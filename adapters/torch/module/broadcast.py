@@ -20,12 +20,12 @@ def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], bucket_
         source: rank in the group.
     """
     with torch.no_grad():
-        plain = [tensor.detach() for tensor in tensors]
-        sent = [_as_sent(tensor) for tensor in plain]
+        detached = [tensor.detach() for tensor in tensors]
+        sent = [_as_sent(tensor) for tensor in detached]
         dist._broadcast_coalesced(group, sent, bucket_size, source)
         if group.rank() == source:
             return
-        for tensor, received in zip(plain, sent, strict=True):
+        for tensor, received in zip(detached, sent, strict=True):
             if received.data_ptr() != tensor.data_ptr() and received.numel():
                 values = received if received.dtype == tensor.dtype else received.view(tensor.dtype)
                 compact(tensor).copy_(compact(values.view(tensor.shape), like=tensor))
@@ -39,7 +39,7 @@ def broadcast_module(
     source: int,
     buffers: bool,
 ) -> None:
-    """Gives every rank the parameters of rank `source` and, if `buffers`, its buffers, save those named in `ignored`."""
+    """Gives every rank the parameters and, if `buffers`, buffers of rank `source`, save those named in `ignored`."""
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     broadcast(group, [tensor for name, tensor in named if name not in ignored], bucket_size, source)
 
@@ -61,5 +61,10 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a copy that can be written to, or the bytes of either."""
     if tensor.dtype in _CARRIED and not tensor.is_neg():
         return tensor if tensor.is_contiguous() or compact(tensor) is tensor else tensor.contiguous()
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    dense = plain(tensor)
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy, with each element in its place in memory: no lazy conjugate, negative or view."""
+    return tensor.resolve_conj().resolve_neg().contiguous()

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from unified_ddp.torch.module.broadcast import compact
+from unified_ddp.torch.module.broadcast import compact, plain
 
 
 def broadcast_buffers(
-    module: nn.Module, buffers: Sequence[torch.Tensor], is_source: bool, send: Callable[[list[torch.Tensor]], None]
+    module: nn.Module, buffers: Sequence[torch.Tensor], send: Callable[[list[torch.Tensor]], None]
 ) -> None:
     """Gives every rank the buffers of one.
 
@@ -19,10 +19,10 @@ def broadcast_buffers(
     Args:
         module: the owner of the buffers.
         buffers: in the same order on all ranks.
-        is_source: whether these are the ones that every rank gets.
         send: broadcasts tensors in place.
     """
-    saved = {} if is_source else {b: _clone(b) for b in buffers if _is_saved(b)}
+    # On the source, too: a broadcast counts as a change in place there, which its graphs would refuse.
+    saved = {b: _clone(b) for b in buffers if _is_saved(b)}
     send([saved.get(b, b) for b in buffers])
     changed = {old: new for old, new in saved.items() if not _same_bits(old, new)}
     if changed:
@@ -49,4 +49,4 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return plain(tensor).view(-1).view(torch.uint8)

@@ -8,6 +8,7 @@ import torch
 
 from unified_ddp.errors import ReplicaMismatchError
 from unified_ddp.ranks.texts import tell_sides
+from unified_ddp.torch.module.broadcast import plain
 from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 _CHUNK = 1 << 16
@@ -46,11 +47,26 @@ def _multipliers(count: int, device: torch.device) -> torch.Tensor:
 
 def _pieces(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as flat integers of at most 32 bits."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    tensor = plain(tensor)
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
     if not flat.numel():
         return flat.new_empty(0, dtype=torch.int32)
     width = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return flat.contiguous().view(width)
+    return flat.view(width)
+
+
+def are_equal(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Says, on every rank, whether tensors are equal on all ranks, bit by bit; 8 bytes a rank."""
+    return _differing(transport, tensors) is None
+
+
+def _differing(transport: ProcessGroupTransport, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Returns the tensors' hashes if these differ between ranks, else None."""
+    if not tensors:
+        return None
+    hashes = torch.stack([h.to(transport.device) for h in map(fingerprint, tensors.values())])
+    mine = fingerprint(hashes).item()
+    return None if len(set(transport.all_gather_ints(int(mine) & (1 << 64) - 1))) == 1 else hashes
 
 
 def check_replicas(
@@ -61,11 +77,8 @@ def check_replicas(
     Raises:
         ReplicaMismatchError: on every rank, naming the first tensor that differs and the ranks on each side.
     """
-    if not tensors:
-        return
-    hashes = torch.stack([h.to(transport.device) for h in map(fingerprint, tensors.values())])
-    mine = fingerprint(hashes).item()
-    if len(set(transport.all_gather_ints(int(mine) & (1 << 64) - 1))) == 1:
+    hashes = _differing(transport, tensors)
+    if hashes is None:
         return
     ranks = [json.loads(text) for text in transport.all_gather_text(json.dumps(hashes.tolist()))]
     if counts := tell_sides([f"{len(r)} {kind}s" for r in ranks]):

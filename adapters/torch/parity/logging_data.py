@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from unified_ddp.torch.parity.torchs_reducer import TorchsReducer
 
 
-_C_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
+_C_NAMES = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "complex64": "c10::complex<float>",
+    "complex128": "c10::complex<double>",
+}
 _GLOO_VARIABLES = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
 _NCCL_VARIABLES = {
     "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
@@ -121,6 +128,7 @@ class DDPLogger:
         self.ints |= {
             "iteration": self.iteration,
             "num_buckets_reduced": last.launched if last else 0,
+            "has_rebuilt_buckets": int(reducer.rebuilt),
             "unused_parameter_size": sum(reducer.plan.params[i].nbytes for i in reducer.last_unused),
         }
         if reducer.rebuilt:
@@ -130,7 +138,6 @@ class DDPLogger:
                     " ".join(map(str, b.params)) for b in reducer.plan.buckets
                 ),
             }
-            self.ints["has_rebuilt_buckets"] = 1
         if reducer.graph_is_static():
             self.ints["can_set_static_graph"] = 1
         else:

@@ -170,7 +170,6 @@ class TorchsMembers(ExtendedModule):
         broadcast_buffers(
             self.module,
             buffers,
-            self._transport.rank == authoritative_rank,
             lambda tensors: self._distributed_broadcast_coalesced(tensors, size, authoritative_rank),
         )
 

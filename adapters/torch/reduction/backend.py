@@ -149,6 +149,7 @@ class TorchBackend:
         storage, state = self.storages[bucket], current.buckets[bucket]
         storage.pack_rest(self._scale(current), state, current.context)
         self.scaling.adjust(storage.spec.params, storage.views, state.absent)
+        storage.mark_present(state)
 
     def launch(self, current: TorchPass, bucket: int) -> Reduction:
         """Starts the bucket's reduction."""

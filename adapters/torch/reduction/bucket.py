@@ -56,6 +56,11 @@ class GradBucket:
         """Returns the names of the parameters; torch's class does not have them."""
         return self._names
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it is one parameter whose gradient is sparse; torch's class does not have this."""
+        return self._storage.spec.sparse
+
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces the buffer."""
         self._buffer = buffer

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from unified_ddp.errors import CommHookError
+from unified_ddp.ranks.texts import shortened
 from unified_ddp.torch.reduction.bucket import GradBucket
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -25,15 +27,16 @@ class CommHook:
 
     def __call__(self, bucket: GradBucket) -> "FutureReduction | DeferredReduction":
         """Runs the hook on a bucket."""
-        return DeferredReduction(self, bucket) if self.alone else FutureReduction(self.start(bucket))
+        return DeferredReduction(self, bucket) if self.alone else FutureReduction(self, bucket, self.start(bucket))
 
     def start(self, bucket: GradBucket) -> torch.futures.Future:
         """Runs the hook on a bucket now and returns its future."""
         future = self.hook(self.state, bucket)
         if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise TypeError(
-                f"the comm hook {hook_name(self.hook)} returned {type(future).__name__} for bucket {bucket.index()}; "
-                "it must return a torch.futures.Future that holds the reduced tensor"
+            raise CommHookError(
+                f"{hook_name(self.hook)}: callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}. The comm hook returned that for bucket {bucket.index()}; it must return a "
+                "torch.futures.Future that holds the reduced tensor"
             )
         return future
 
@@ -66,20 +69,39 @@ class DenseReduction:
 
 @dataclass(frozen=True)
 class FutureReduction:
-    """What a comm hook returned."""
+    """What a comm hook returned for a bucket."""
 
+    hook: CommHook
+    bucket: GradBucket
     future: torch.futures.Future
 
     def result(self) -> torch.Tensor:
-        """Waits (on GPUs: in stream order) and returns the tensor in the future, alone or in a list of one."""
+        """Waits (on GPUs: in stream order) and returns the tensor in the future, alone or in a list of one.
+
+        Raises:
+            CommHookError: there is none, or of a shape, dtype or device that the bucket's gradients cannot be taken of.
+        """
         value = self.future.wait()
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"a comm hook's future holds {type(value).__name__}; it must hold one tensor shaped as bucket.buffer()"
-            )
+            raise self._wrong(type(value).__name__)
+        param = self.bucket.parameters()[0]
+        if (value.is_complex() and not param.is_complex()) or not (value.is_floating_point() or value.is_complex()):
+            raise self._wrong(f"a tensor of dtype {value.dtype} for gradients of {param.dtype}")
+        if value.layout != torch.strided and not self.bucket.is_sparse:
+            raise self._wrong(f"a tensor of layout {value.layout}")
+        if self.bucket.is_sparse and value.shape != param.shape:
+            raise self._wrong(f"a tensor of shape {tuple(value.shape)} for a sparse gradient of {tuple(param.shape)}")
+        if value.device.type == "meta":
+            raise self._wrong("a tensor on the meta device, which has no values")
         return value
+
+    def _wrong(self, what: str) -> CommHookError:
+        return CommHookError(
+            f"the future that the comm hook {hook_name(self.hook.hook)} returned for bucket {self.bucket.index()} "
+            f"({shortened(self.bucket.names())}) holds {what}; it must hold one tensor shaped as bucket.buffer()"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ class DeferredReduction:
 
     def result(self) -> torch.Tensor:
         """Runs the hook, waits and returns the tensor in its future."""
-        return FutureReduction(self.hook.start(self.bucket)).result()
+        return FutureReduction(self.hook, self.bucket, self.hook.start(self.bucket)).result()
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType, group: dist.ProcessGroup) -> CommHook:

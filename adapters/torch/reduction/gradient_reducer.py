@@ -90,6 +90,7 @@ class GradientReducer:
         self._contexts = distributed_autograd.Contexts(self._arrivals.nodes, weak_call(self._node_ran))
         handles = self._arrivals.handles + self.scaling.register()
         self.remove_hooks = weakref.finalize(self, _remove, handles)
+        self._now = _Now(weak_call(self._start_at_output))
         self.core.arm()
         _live.add(self)
 
@@ -178,8 +179,8 @@ class GradientReducer:
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool) -> None:
         """Hears of a forward. If `sync`, the next backward pass through `outputs` is reduced, else it stays local."""
         self.sync_said = None
-        start, forward = weak_call(self._start_at_output), Forward(sync)
-        autograd.at_backward_start(outputs, lambda _grad: start(forward))
+        now, forward = self._now, Forward(sync)
+        autograd.at_backward_start(outputs, lambda _grad: now.start(forward))
         if sync:
             self._arm()
             return
@@ -227,6 +228,10 @@ class GradientReducer:
             self._start(forward)
         elif forward.is_sync:
             self.core.arm(False)
+        elif self.core.phase is Phase.ARMED:
+            # Its gradients stay local, although a synchronising forward has come since and waits for its own pass.
+            self.core.arm(False)
+            autograd.at_backward_end(weak_call(self.core.arm))
 
     def _start_at_parameter(self) -> None:
         if not self._expecting:
@@ -355,6 +360,8 @@ class GradientReducer:
 
     def take_over(self, other: "GradientReducer") -> None:
         """Goes on where another reducer of the same module, before it was changed, has stopped."""
+        self._now = other._now
+        self._now.start = weak_call(self._start_at_output)
         before = {param: i for i, param in enumerate(other.params)}
         self.core.arm(False)
         for i, param in enumerate(self.params):
@@ -362,6 +369,13 @@ class GradientReducer:
                 self.core.mark(i)
         self.core.arm()
         self.scaling.take_over(other.scaling, {before[p]: i for i, p in enumerate(self.params) if p in before})
+
+
+class _Now:
+    """What autograd graphs hold of a wrapper: the entry to its reducer, which another takes over when it changes."""
+
+    def __init__(self, start: Callable[[Forward], None]) -> None:
+        self.start = start
 
 
 class _End:

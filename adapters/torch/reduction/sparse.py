@@ -48,6 +48,9 @@ class SparseBucketStorage:
                 own = grad.to_sparse(1) if self._dense else grad.clone()
                 self.flat = own if scale == 1.0 else own.mul_(scale)
 
+    def mark_present(self, state: BucketState) -> None:
+        """Nothing to do: how a missing gradient counts is not told by its values."""
+
     def unpack(
         self, reduced: torch.Tensor, keep: Collection[int], state: BucketState, context: Context | None = None
     ) -> Collection[int]:

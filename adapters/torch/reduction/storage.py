@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_ddp.errors import ReductionError
+from unified_ddp.errors import CommHookError, ReductionError
 from unified_ddp.passes import BucketState
 from unified_ddp.plan import BucketSpec
 
@@ -20,7 +20,7 @@ def _grad(param: torch.Tensor) -> torch.Tensor | None:
 def scale_gradient(param: torch.Tensor, factor: float) -> None:
     """Scales a parameter's `.grad` in place; one that is part of a graph (create_graph) is replaced."""
     grad = param.grad
-    if grad is not None and grad.requires_grad:
+    if grad is not None and (grad.requires_grad or _overlaps(grad)):
         param.grad = grad * factor
     elif grad is not None:
         grad.mul_(factor)
@@ -80,6 +80,12 @@ class BucketStorage:
         first = self.params[0]
         self.flat = torch.zeros(spec.numel, dtype=dtype or first.dtype, device=first.device)
         self.views = gradient_views(self.flat, spec, self.params)
+        self._memory = range(self.flat.data_ptr(), self.flat.data_ptr() + self.flat.nbytes)
+        # What `mark_present` writes to, in elements of `_parts(self.flat)`.
+        width = 2 if self.flat.is_complex() else 1
+        sizes = zip(spec.offsets, self.params, strict=True)
+        self._firsts = [offset * width if param.numel() else None for offset, param in sizes]
+        self._all_firsts = self._first_elements(())
 
     def gradient(self, position: int, context: Context | None = None) -> torch.Tensor | None:
         """Returns the gradient to pack."""
@@ -96,12 +102,13 @@ class BucketStorage:
             elif scale == 0.0:
                 view.zero_()  # not 0 times the gradient, which may not be finite
             elif grad.is_sparse or grad.dtype != view.dtype:
-                view.copy_(grad.to_dense()).mul_(scale)
+                _parts(view.copy_(grad.to_dense())).mul_(scale)
             elif scale == 1.0:
-                if not _same_memory(grad, view):
-                    view.copy_(grad)
+                if (source := self._to_copy(grad, view)) is not None:
+                    view.copy_(source)
             else:
-                torch.mul(grad, scale, out=view)
+                source = self._to_copy(grad, view)
+                torch.mul(_parts(_plain(view if source is None else source)), scale, out=_parts(view))
             self._become_view(position, grad)
         state.packed.add(position)
 
@@ -123,9 +130,9 @@ class BucketStorage:
                 continue
             if scale == 0.0:
                 view.zero_()
-            elif grad.is_sparse or not _same_memory(grad, view):
+            elif (source := grad.to_dense() if grad.is_sparse else self._to_copy(grad, view)) is not None:
                 into.append(view)
-                copied.append(grad.to_dense() if grad.is_sparse else grad)
+                copied.append(source)
             else:
                 continue
             if context is None:
@@ -138,6 +145,16 @@ class BucketStorage:
             else:
                 torch._foreach_mul_([_parts(self.views[i]) for i in positions], scale)
 
+    def _to_copy(self, grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is to be copied to a view; None if the gradient is there already."""
+        if grad is view:
+            return None
+        if grad.data_ptr() not in self._memory:
+            return grad
+        if _same_memory(grad, view) and grad.stride() == view.stride() and not (grad.is_conj() or grad.is_neg()):
+            return None
+        return grad.clone()  # made of the view of another parameter, or of this one's elements in another order
+
     def _become_view(self, position: int, grad: torch.Tensor | None) -> None:
         """Frees the packed gradient's own memory now, not at the end of the pass, if `.grad` is to be a view."""
         if self.as_views and grad is not None and not grad.requires_grad:
@@ -147,6 +164,19 @@ class BucketStorage:
         """Packs a missing gradient as -0.0, which a sum leaves only if every rank packed it."""
         _parts(self.views[position]).fill_(-0.0)
         state.absent.add(position)
+
+    def mark_present(self, state: BucketState) -> None:
+        """Packs no -0.0 first in a gradient that is there, so that it is not taken for one that is missing.
+
+        The first element of a sum is then -0.0 only if every rank marked it so, whatever the others are.
+        """
+        firsts = self._first_elements(state.absent) if state.absent else self._all_firsts
+        parts = _parts(self.flat).view(-1)
+        parts.index_add_(0, firsts, parts.new_zeros(firsts.numel()))
+
+    def _first_elements(self, without: Collection[int]) -> torch.Tensor:
+        firsts = [first for i, first in enumerate(self._firsts) if first is not None and i not in without]
+        return torch.tensor(firsts, dtype=torch.int64, device=self.flat.device)
 
     def _left_alone(self, views: Sequence[torch.Tensor], keep: Collection[int], state: BucketState) -> Collection[int]:
         """Returns the positions of `keep` and those without a gradient on any rank."""
@@ -185,11 +215,11 @@ class BucketStorage:
         """Returns `reduced`, flat.
 
         Raises:
-            ValueError: a comm hook returned a tensor of another size.
+            CommHookError: a comm hook returned a tensor of another size.
         """
         reduced = reduced.reshape(-1)
         if reduced.numel() != self.flat.numel():
-            raise ValueError(
+            raise CommHookError(
                 f"the comm hook returned {reduced.numel()} elements for a bucket of {self.flat.numel()} with "
                 f"parameters of shapes {[tuple(p.shape) for p in self.params]}; it must return a tensor shaped as "
                 "bucket.buffer()"
@@ -224,11 +254,22 @@ class BucketStorage:
             if grad.requires_grad:
                 # create_graph: new data under the same tensor leaves what its graph saved untouched
                 grad.data = views[i].clone()
+            elif not grad.is_contiguous() and _overlaps(grad):
+                param.grad = views[i].clone()
             else:
                 into.append(grad)
                 copied.append(views[i])
         if into:
-            torch._foreach_copy_(into, copied)
+            _copy_all(into, copied)
+
+
+def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    try:
+        torch._foreach_copy_(into, values)
+    except RuntimeError:
+        # Lazy conjugates and negatives cannot be written to together; to look for them first would cost every pass.
+        for gradient, value in zip(into, values, strict=True):
+            gradient.copy_(value)
 
 
 def missing_in_context(param: torch.Tensor) -> ReductionError:
@@ -241,6 +282,21 @@ def missing_in_context(param: torch.Tensor) -> ReductionError:
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() != 0 and a.dtype == b.dtype)
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient whose memory holds its values: no lazy conjugate or negative."""
+    return grad.resolve_conj().resolve_neg()
+
+
+def _overlaps(grad: torch.Tensor) -> bool:
+    """Whether elements may share memory, as those of an expanded tensor do, and cannot be written to one by one."""
+    span = 0
+    for stride, extent in sorted((s, e) for s, e in zip(grad.stride(), grad.shape, strict=True) if e > 1):
+        if stride <= span:
+            return True
+        span += stride * (extent - 1)
+    return False
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

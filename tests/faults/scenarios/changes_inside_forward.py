@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.oracle import check_step
+from support.oracle import assert_equals_oracle, check_step, local_copy, oracle
 from torch import nn
 
 from faults.table import row
@@ -144,3 +144,24 @@ def under_no_sync(ddp_class: Any, rank: int, world_size: int, **options: Any) ->
     ddp = ddp_class(make(make_third), **options)
     for _ in range(2):
         check_step(ddp, lambda m, b=[torch.randn(5, 8) for _ in range(2)]: accumulate(m, b))
+
+
+@row("a forward makes a layer while a graph under no_sync waits", "its gradient stays local until the next reduction")
+def graph_waits(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(make(make_third))
+    x = torch.randn(5, 8)
+    local = local_copy(ddp.module)
+    make_third(local)
+    loss(local(x)).backward()
+    with ddp.no_sync():
+        make_third(ddp.module)
+        first = loss(ddp(x))
+    ddp.module.change = replace
+    second = loss(ddp(x))
+    first.backward()
+    names = {name for name, _ in local.named_parameters()} - {"second.weight"}
+    for name in names:
+        torch.testing.assert_close(ddp.module.get_parameter(name).grad, local.get_parameter(name).grad)
+    expected = oracle(ddp.module, lambda m: loss(m.third(m.second(torch.relu(m.first(x))))).backward())
+    second.backward()
+    assert_equals_oracle(ddp.module, expected)

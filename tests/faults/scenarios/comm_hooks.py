@@ -101,6 +101,27 @@ def compressed(ddp_class: Any, rank: int, world_size: int, bits: str) -> None:
     train(ddp, 0.02)
 
 
+def nothing(state: Any, bucket: dist.GradBucket) -> Any:
+    return bucket.buffer()
+
+
+@row(
+    "a comm hook that returns no future",
+    "an error that says so, a RuntimeError",
+    errors={
+        r: ["is a RuntimeError", "callback must return a torch.futures.Future object, but got", "nothing", "Tensor"]
+        for r in range(2)
+    },
+)
+def no_future(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(MLP())
+    ddp.register_comm_hook(None, nothing)
+    try:
+        loss(ddp(torch.randn(5, 8))).backward()
+    except RuntimeError as error:
+        raise ValueError(f"is a RuntimeError: {error}") from error
+
+
 @row("mixed_precision on CPUs", "bfloat16's gradients, float32 parameters", variants=({"passes": 1}, {"passes": 2}))
 def mixed(ddp_class: Any, rank: int, world_size: int, passes: int) -> None:
     config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

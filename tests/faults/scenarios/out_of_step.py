@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.models import MLP, ConvNet
-from support.oracle import check_step
+from support.oracle import assert_equals_oracle, check_step, oracle
 from torch import nn
 
 from faults.table import row
@@ -168,6 +168,26 @@ def interleaved(ddp_class: Any, rank: int, world_size: int, **options: Any) -> N
 
     for _ in range(3):
         check_step(ddp, lambda m, b=[torch.randn(4, 8) for _ in range(2)]: run(m, b))
+
+
+@row("a forward under no_sync, whose backward pass comes after a synchronising forward", "its gradient stays local")
+def local_before_sync(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(MLP())
+    for _ in range(2):
+        ddp.zero_grad()
+        x, y = torch.randn(4, 8), torch.randn(4, 8)
+        local = MLP()
+        local.load_state_dict(ddp.module.state_dict())
+        loss(local(x)).backward()
+        with ddp.no_sync():
+            first = loss(ddp(x))
+        second = loss(ddp(y))
+        first.backward()
+        for mine, theirs in zip(ddp.module.parameters(), local.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        expected = oracle(ddp.module, lambda m, y=y: loss(m(y)).backward())
+        second.backward()
+        assert_equals_oracle(ddp.module, expected)
 
 
 FLAGS = (

@@ -69,9 +69,8 @@ def _is_key(leaf: Any) -> bool:
 
 def test_a_key_that_the_loss_replaces_is_that_of_replica_0() -> None:
     def loss(params: Any, batch: Any, buffers: Any) -> Any:
-        return params["w"] * batch["x"].mean(), {
-            "keys": jax.vmap(lambda key: jax.random.split(key)[0])(buffers["keys"])
-        }
+        keys = jax.vmap(lambda key: jax.random.split(key)[0])(buffers["keys"])
+        return params["w"] * batch["x"].mean(), {"keys": keys}
 
     keys, params = jax.random.split(jax.random.key(3), 3), {"w": jnp.float32(1)}
     state, _ = run(make_step(params, loss, 2), params, [make_batch()] * 2, {"keys": keys})

@@ -110,19 +110,14 @@ def _update(updates: Any, state: Any, params: Any = None, *, loss_fn: Any, **_: 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (
-            optax.GradientTransformationExtraArgs(lambda _: (), _update),
-            "missing 1 required keyword-only argument: 'loss_fn'",
-        ),
+        (optax.GradientTransformationExtraArgs(lambda _: (), _update), "missing 1 .* argument: 'loss_fn'"),
         (optax.contrib.sophia(0.1), "obj_fn must be provided"),
     ],
 )
 def test_an_optimizer_that_asks_for_more(optimizer: Any, message: str) -> None:
     params, [batch] = make_params(), batches(1)
     step = make_step(params, loss_fn, 2, optax.chain(optimizer, optax.sgd(0.1)))
-    with pytest.raises(
-        MisuseError, match=f"more than train_step has to give it, which is value, grad, .*: .*{message}"
-    ):
+    with pytest.raises(MisuseError, match=f"more than train_step has to give it, which is value, .*: .*{message}"):
         step(step.init(params), batch)
 
 

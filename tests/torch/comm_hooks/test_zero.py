@@ -54,3 +54,15 @@ def test_zero_redundancy(
     world: Callable[[int], Any], overlap: str | None, static: bool, view: bool, shard: bool
 ) -> None:
     world(2).run(case_zero, overlap=overlap, static=static, view=view, shard=shard)
+
+
+def case_not_overlapped(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.01)
+    for make in (comm_hooks.hook_with_zero_step, comm_hooks.hook_with_zero_step_interleaved):
+        with pytest.raises(ValueError, match="must be constructed with `overlap_with_ddp=True`"):
+            make(default_hooks.allreduce_hook, ddp, optimizer)
+
+
+def test_an_optimizer_that_is_not_overlapped(world: Callable[[int], Any]) -> None:
+    world(2).run(case_not_overlapped)

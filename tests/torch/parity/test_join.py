@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support.models import MLP, ConvNet
 from support.oracle import check_step
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from unified_ddp.torch import DistributedDataParallel
 
@@ -85,3 +86,45 @@ def case_joined(rank: int, world_size: int) -> int:
 
 def test_authoritative_rank(world: Callable[[int], Any]) -> None:
     assert world(2).run(case_joined) == [0, 0]
+
+
+def case_buffers_after(rank: int, world_size: int) -> None:
+    """A buffer hook after the forward runs on joined ranks, too, as it communicates."""
+    ddp = DistributedDataParallel(ConvNet())
+    calls: list[int] = []
+
+    def average(state: Any, buffers: dict[str, torch.Tensor]) -> None:
+        calls.append(len(buffers))
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer.div_(world_size)
+
+    ddp._register_buffer_comm_hook(None, average, _BufferCommHookLocation.POST_FORWARD)
+    with ddp.join():
+        for _ in range(1 + 2 * rank):
+            backward(ddp, torch.randn(5, 64))
+    assert len(calls) == 3
+    backward(ddp, torch.randn(5, 64))
+
+
+def test_buffers_after_the_forward(world: Callable[[int], Any]) -> None:
+    world(2).run(case_buffers_after)
+
+
+def case_divisor(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(MLP())
+    hook = ddp.join_hook(divide_by_initial_world_size=False)
+    assert not ddp._divide_by_initial_world_size
+    assert ddp.join_hook() is not hook
+    assert ddp._divide_by_initial_world_size
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            backward(ddp, torch.ones(3, 8))
+    check_step(ddp, lambda m: backward(m, torch.ones(3, 8) * (rank + 1)))
+    with ddp.join(enable=False):
+        check_step(ddp, lambda m: backward(m, torch.ones(3, 8) * (rank + 1)))
+
+
+def test_only_gradients_in_the_context_are_divided_by_those_with_inputs(world: Callable[[int], Any]) -> None:
+    world(2).run(case_divisor)

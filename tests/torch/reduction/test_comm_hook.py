@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.buckets import DoneWork, bucket_of, done_future
 from support.models import MLP, TiedEmbedding
 from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
-from unified_ddp.torch import DistributedDataParallel
+from unified_ddp.errors import CommHookError, ReductionError
+from unified_ddp.torch import DistributedDataParallel, GradBucket
+from unified_ddp.torch.reduction.comm_hook import CommHook, DenseReduction, WorkReduction, check_comm_hook, hook_name
+from unified_ddp.torch.reduction.storage import BucketStorage
 
 Future = torch.futures.Future
 
@@ -121,30 +125,155 @@ def test_hook_on_a_sparse_bucket(world: Callable[[int], Any]) -> None:
     world(2).run(case_sparse_hook)
 
 
+# --- what is refused at registration
+
+
+def other_bucket(state: Any, bucket: int) -> Future[torch.Tensor]:
+    raise NotImplementedError
+
+
+def other_return(state: Any, bucket: Any) -> int:
+    raise NotImplementedError
+
+
+def as_text(state: "Any", bucket: "dist.GradBucket") -> "Future[torch.Tensor]":
+    raise NotImplementedError
+
+
+def ours(state: Any, bucket: GradBucket) -> Future:
+    raise NotImplementedError
+
+
+def one_more(state: Any, bucket: Any, more: int = 3, *, other: int = 4) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "message"),
+    [
+        (1, TypeError, "Communication hook must be callable"),
+        (
+            lambda state: None,
+            TypeError,
+            r"hook .*<lambda>\(state\) must take two positional arguments, state and bucket",
+        ),
+        (lambda state, *, bucket: None, TypeError, "must take two positional arguments"),
+        (functools.partial(mean_hook, None, None), TypeError, "hook mean_hook"),
+        (other_bucket, ValueError, "bucket annotation should be dist.GradBucket"),
+        (other_return, ValueError, r"return annotation should be torch.futures.Future\[torch.Tensor\]"),
+    ],
+)
+def test_what_cannot_be_a_hook(hook: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_comm_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [mean_hook, MeanHook(), as_text, ours, one_more, lambda *args: None, functools.partial(wide_hook, 0.5), max],
+    ids=str,
+)
+def test_what_can_be_a_hook(hook: Any) -> None:
+    check_comm_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        (mean_hook, "mean_hook"),
+        (MeanHook(), "MeanHook"),
+        (MeanHook.__call__, "MeanHook.__call__"),
+        (functools.partial(mean_hook, None), "mean_hook"),
+        (functools.partial(MeanHook()), "MeanHook"),
+    ],
+)
+def test_the_name_of_a_hook(hook: Any, name: str) -> None:
+    assert hook_name(hook) == name
+
+
 def case_refused(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(MLP())
-
-    def other_bucket(state: Any, bucket: int) -> Future[torch.Tensor]:
-        raise NotImplementedError
-
-    def other_return(state: Any, bucket: Any) -> int:
-        raise NotImplementedError
-
     with pytest.raises(TypeError, match="must be callable"):
         ddp.register_comm_hook(None, 1)
-    with pytest.raises(TypeError, match="two positional arguments"):
-        ddp.register_comm_hook(None, lambda state: None)
-    with pytest.raises(ValueError, match="bucket annotation"):
-        ddp.register_comm_hook(None, other_bucket)
-    with pytest.raises(ValueError, match="return annotation"):
-        ddp.register_comm_hook(None, other_return)
+    messages = []
+
+    def register(_: Any) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            ddp.register_comm_hook(None, mean_hook)
+        messages.append(str(caught.value))
+
+    handle = ddp.module.layers[0].weight.register_post_accumulate_grad_hook(register)
+    x = torch.randn(5, 8)
+    check_step(ddp, lambda m: backward(m, x))
+    handle.remove()
+    assert messages == ["a comm hook cannot be registered during a backward pass; register it before"]
     ddp.register_comm_hook(None, mean_hook)
-    with pytest.raises(RuntimeError, match="only be called once"):
+    with pytest.raises(RuntimeError, match="can only be called once"):
         ddp.register_comm_hook(None, mean_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    check_step(ddp, lambda m: backward(m, x))
 
 
-def test_hooks_that_are_refused(world: Callable[[int], Any]) -> None:
+def test_when_a_hook_is_refused(world: Callable[[int], Any]) -> None:
     world(2).run(case_refused)
+
+
+# --- reductions
+
+
+def bucket() -> GradBucket:
+    param = torch.nn.Parameter(torch.zeros(3))
+    return GradBucket(2, True, BucketStorage(bucket_of([param]), [param], as_views=False), ["p"])
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t], lambda t: (t,)], ids=["alone", "list", "tuple"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_future_may_hold(wrap: Callable[[torch.Tensor], Any], alone: bool) -> None:
+    result = torch.ones(3)
+    reduction = CommHook(lambda state, bucket: done_future(wrap(result)), None, alone)(bucket())
+    assert reduction.result() is result
+
+
+@pytest.mark.parametrize("value", [None, "text", [], [torch.ones(1), torch.ones(1)], {"a": torch.ones(1)}], ids=str)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_future_may_not_hold(value: Any, alone: bool) -> None:
+    reduction = CommHook(lambda state, bucket: done_future(value), None, alone)(bucket())
+    with pytest.raises(TypeError, match=rf"future holds {type(value).__name__}; it must hold one tensor shaped as"):
+        reduction.result()
+
+
+def test_a_hook_that_returns_no_future_is_named() -> None:
+    with pytest.raises(TypeError, match=r"the comm hook MeanHook.* returned Tensor for bucket 2; it must return a"):
+        CommHook(type("MeanHook", (), {"__call__": lambda self, state, bucket: torch.ones(3)})(), None)(bucket())
+
+
+def test_a_hook_alone_runs_when_its_result_is_asked_for() -> None:
+    calls: list[Any] = []
+
+    def hook(state: Any, bucket: GradBucket) -> Future:
+        calls.append((state, bucket.index()))
+        return done_future(bucket.buffer())
+
+    reduction = CommHook(hook, "state", alone=True)(bucket())
+    assert calls == []
+    assert reduction.result().shape == (3,)
+    assert calls == [("state", 2)]
+    CommHook(hook, "state")(bucket())
+    assert len(calls) == 2
+
+
+def test_collectives_are_waited_for() -> None:
+    storage, work = torch.ones(3), DoneWork()
+    assert WorkReduction(work, storage).result() is storage
+    dense = torch.zeros(4, 2)
+    dense[2] = 1
+    summed = DenseReduction(work, dense).result()
+    assert summed.is_sparse
+    assert summed.sparse_dim() == 1
+    assert summed.coalesce().indices().tolist() == [[2]]
+    assert torch.equal(summed.to_dense(), dense)
+    assert work.waits == 2
 
 
 def case_hook_fails(rank: int, world_size: int, result: str) -> str:
@@ -156,17 +285,27 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
             return mean_hook(state, bucket)
         if result == "raises":
             raise KeyError("user error")
+        buffer = bucket.buffer()
         if result == "no future":
-            return bucket.buffer()
+            return buffer
+        values = {
+            "short": buffer[1:],
+            "text": "text",
+            "integers": buffer.int(),
+            "complex": buffer.to(torch.complex64),
+            "sparse": buffer.to_sparse(),
+            "meta": buffer.to("meta"),
+        }
         future: Future[Any] = Future()
-        future.set_result(bucket.buffer()[1:] if result == "short" else "text")
+        future.set_result(values[result])
         return future
 
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(None, hook)
     x = torch.randn(5, 8)
-    with pytest.raises((KeyError, TypeError, ValueError)) as caught:
+    with pytest.raises(KeyError if result == "raises" else CommHookError) as caught:
         backward(ddp, x)
+    assert result == "raises" or isinstance(caught.value, RuntimeError)
     check_step(ddp, lambda m: backward(m, x))
     return str(caught.value)
 
@@ -175,11 +314,33 @@ def case_hook_fails(rank: int, world_size: int, result: str) -> str:
     ("result", "text"),
     [
         ("raises", "user error"),
-        ("no future", "must return a torch.futures.Future"),
+        ("no future", "callback must return a torch.futures.Future object, but got Tensor"),
         ("short", "elements"),
         ("text", "one tensor"),
+        ("integers", "dtype torch.int32 for gradients of torch.float32"),
+        ("complex", "dtype torch.complex64 for gradients of torch.float32"),
+        ("sparse", "layout torch.sparse_coo"),
+        ("meta", "on the meta device"),
     ],
 )
 def test_hooks_that_fail(world: Callable[[int], Any], result: str, text: str) -> None:
     for message in world(2).run(case_hook_fails, result=result):
         assert text in message
+
+
+def case_hook_that_fails_in_communication(rank: int, world_size: int) -> str:
+    def hook(state: Any, bucket: Any) -> Any:
+        raise RuntimeError("connection closed")
+
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(ReductionError) as caught:
+        backward(ddp, torch.randn(5, 8))
+    return str(caught.value)
+
+
+def test_a_hook_that_fails_in_communication_is_named(world: Callable[[int], Any]) -> None:
+    for rank, message in enumerate(world(2).run(case_hook_that_fails_in_communication)):
+        assert "the comm hook of bucket 0 (" in message
+        assert f"failed on rank {rank}" in message
+        assert "connection closed" in message

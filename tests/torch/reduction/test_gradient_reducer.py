@@ -4,15 +4,20 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.buckets import DoneWork
 from support.models import MLP, TwoHeads
 from support.oracle import assert_equals_oracle, check_step, oracle
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from unified_ddp.errors import ReductionError, UnusedParameterError
 from unified_ddp.torch import DistributedDataParallel
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> None:
@@ -107,3 +112,47 @@ def case_used_under_no_sync(rank: int, world_size: int, mixed: bool) -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gradients_from_no_sync_of_a_parameter_unused_later(world: Callable[[int], Any], mixed: bool) -> None:
     world(2).run(case_used_under_no_sync, mixed=mixed)
+
+
+def case_unused_here(rank: int, world_size: int, level: str) -> str:
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    try:
+        ddp = DistributedDataParallel(TwoHeads())
+        x = torch.randn(5, 8)
+        ddp(x, "lr" if rank else "l")["l"].sum().backward()
+        ddp.zero_grad()
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(x)
+        return str(caught.value)
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO"])
+def test_unused_parameters_are_told_by_rank(world: Callable[[int], Any], level: str) -> None:
+    for rank, message in enumerate(world(2).run(case_unused_here, level=level)):
+        for r in (rank, 1 - rank):
+            assert f"Parameters which did not receive grad for rank {r}: right.weight, right.bias" in message
+        assert "No rank had a gradient for: right.weight, right.bias" in message
+        assert ("set the environment variable TORCH_DISTRIBUTED_DEBUG" in message) == (level == "OFF")
+
+
+def case_failed_collective(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(MLP())
+    x = torch.randn(5, 8)
+    check_step(ddp, lambda m: backward(m, x))
+    late = DoneWork(error=RuntimeError("connection closed"))
+    with (
+        mock.patch.object(ProcessGroupTransport, "all_reduce", return_value=late),
+        pytest.raises(ReductionError) as caught,
+    ):
+        backward(ddp, x)
+    return str(caught.value)
+
+
+def test_an_all_reduce_that_fails_is_named(world: Callable[[int], Any]) -> None:
+    for rank, message in enumerate(world(2).run(case_failed_collective)):
+        assert "the all-reduce of bucket 0 (head.bias, head.weight, layers.2.bias" in message
+        assert f"failed on rank {rank}" in message
+        assert "connection closed" in message

@@ -13,7 +13,6 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import MappingError
 
-
 Shape = tuple[int, ...]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from unified_ddp.equivalence.errors import EquivalenceError
 from unified_ddp.equivalence.report.labels import COLOURS, LABELS, shortened
-from unified_ddp.equivalence.results import BucketRow, Curve, Finding, Report, Verdict
+from unified_ddp.equivalence.results import BucketRow, Curve, Finding, Results, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ class Cells:
         return self
 
 
-def heat_cells(report: Report) -> Cells:
+def heat_cells(report: Results) -> Cells:
     """Returns the errors of gradients and parameters by step."""
     return Cells(report.findings)
 
@@ -115,7 +115,7 @@ def _name_rungs(axes: "Axes", rungs: Sequence[str]) -> None:
             start = i
 
 
-def ulp_rows(report: Report) -> dict[str, np.ndarray]:
+def ulp_rows(report: Results) -> dict[str, np.ndarray]:
     """Returns by rung how many elements are 0, 1, 2-3, 4-7 ... ULP apart, in the dtype asked for where it was run."""
     rows: dict[str, np.ndarray] = {}
     for rung in report.rungs:
@@ -179,7 +179,7 @@ def _unit(size: float) -> tuple[int, str]:
     return (2**20, "MiB") if size >= 2**20 else (2**10, "KiB") if size >= 2**10 else (1, "bytes")
 
 
-def draw_timeline(axes: "Axes", report: Report) -> None:
+def draw_timeline(axes: "Axes", report: Results) -> None:
     """Draws a lane a side and rank: the backward pass up to each bucket's last gradient, then its all-reduce."""
     lanes = list(dict.fromkeys((t.side, t.rank) for t in report.timeline))
     depth = max(t.bucket for t in report.timeline) + 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from unified_ddp.equivalence.report import charts
 from unified_ddp.equivalence.report.labels import side_names
-from unified_ddp.equivalence.results import Report, Verdict
+from unified_ddp.equivalence.results import Results, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ class Chart:
     draw: Callable[["Axes"], None]
 
 
-def charts_of(report: Report, rows: int) -> list[Chart]:
+def charts_of(report: Results, rows: int) -> list[Chart]:
     """Returns the charts of a report.
 
     Args:
@@ -63,7 +63,7 @@ def charts_of(report: Report, rows: int) -> list[Chart]:
     return found
 
 
-def _reduced_verdicts(report: Report) -> dict[str, Verdict]:
+def _reduced_verdicts(report: Results) -> dict[str, Verdict]:
     order = list(Verdict)
     found: dict[str, Verdict] = {}
     for finding in report.findings:

@@ -20,7 +20,7 @@ from unified_ddp.equivalence.report.labels import (
     untested_reason,
 )
 from unified_ddp.equivalence.report.reading import readings
-from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
+from unified_ddp.equivalence.results import Finding, Results, Rung, Verdict
 
 _HEAT_ROWS = 300
 _TENSOR_ROWS = 2000
@@ -50,7 +50,7 @@ ul{margin:4px 0;padding-left:20px}
 """
 
 
-def report_to_html(report: Report) -> str:
+def report_to_html(report: Results) -> str:
     """Returns the page. Without matplotlib it has no charts, and says so."""
     verdict, sentence = headline(report)
     parts = [
@@ -139,7 +139,7 @@ def _finding(finding: Finding) -> list[str]:
     ]
 
 
-def _failure(report: Report) -> list[str]:
+def _failure(report: Results) -> list[str]:
     if report.first_failure is None:
         return []
     worst = report.worst()
@@ -153,7 +153,7 @@ def _failure(report: Report) -> list[str]:
     ]
 
 
-def _not_tested(report: Report) -> list[str]:
+def _not_tested(report: Results) -> list[str]:
     if not report.not_tested:
         return []
     rows = ((_name(i.name), _name(", ".join(i.counterparts)), escape(i.reason)) for i in report.not_tested)
@@ -163,7 +163,7 @@ def _not_tested(report: Report) -> list[str]:
     ]
 
 
-def _charts(report: Report) -> list[str]:
+def _charts(report: Results) -> list[str]:
     if find_spec("matplotlib") is None:
         return ['<p class="dim">Charts are left out, as matplotlib was not installed.</p>']
     charts = charts_of(report, _HEAT_ROWS)
@@ -195,7 +195,7 @@ def _svg(chart: Chart, index: int) -> str:
     )
 
 
-def _all_findings(report: Report) -> str:
+def _all_findings(report: Results) -> str:
     findings = report.findings
     rows = ([f.rung, *_finding(f)] for f in findings[:_TENSOR_ROWS])
     some = f", the first {_TENSOR_ROWS}" if len(findings) > _TENSOR_ROWS else ""
@@ -203,6 +203,6 @@ def _all_findings(report: Report) -> str:
     return f"<details><summary>Everything that was compared ({len(findings)}{some})</summary>{table}</details>"
 
 
-def _mapping(report: Report) -> str:
+def _mapping(report: Results) -> str:
     table = _table(("tensor of the second side", "rule"), ((_name(n), _name(r)) for n, r in report.mapping.items()))
     return f"<details><summary>Mapping ({len(report.mapping)} tensors)</summary>{table}</details>"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from unified_ddp.equivalence.results import Finding, Report, Rung, SideInfo, Verdict
+from unified_ddp.equivalence.results import Finding, Results, Rung, SideInfo, Verdict
 
 LABELS = {
     Verdict.PASS: "pass",
@@ -25,7 +25,7 @@ COLOURS = {
 }
 
 
-def headline(report: Report) -> tuple[Verdict, str]:
+def headline(report: Results) -> tuple[Verdict, str]:
     """Returns the report's verdict and one sentence that says it."""
     first, second = side_names(report)
     failing = report.first_failure
@@ -62,13 +62,13 @@ def untested_reason(rung: Rung) -> str:
     return rung.note or next((f.note for f in rung.findings if f.note), "")
 
 
-def side_names(report: Report) -> tuple[str, str]:
+def side_names(report: Results) -> tuple[str, str]:
     """Returns the sides' frameworks, told apart where they are one."""
     first, second = (side.framework for side in report.sides)
     return (first, second) if first != second else (f"the first {first}", f"the second {second}")
 
 
-def facts(report: Report) -> str:
+def facts(report: Results) -> str:
     """Returns what the comparison was run with, in one line."""
     parts = [report.dtype, f"weights {report.weights}, seed {report.seed}"]
     run = {rung.name for rung in report.rungs if rung.findings}
@@ -79,7 +79,7 @@ def facts(report: Report) -> str:
     return ", ".join([*parts, f"{report.seconds:.1f} s"])
 
 
-def distinct_sides(report: Report) -> tuple[SideInfo, ...]:
+def distinct_sides(report: Results) -> tuple[SideInfo, ...]:
     """Returns the sides, once where they are one."""
     first, second = report.sides
     return (first,) if first == second else (first, second)

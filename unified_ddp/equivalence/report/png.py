@@ -17,7 +17,7 @@ from unified_ddp.equivalence.report.labels import (
     side_text,
     untested_reason,
 )
-from unified_ddp.equivalence.results import Report
+from unified_ddp.equivalence.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ _LINE = 0.21
 _DPI = 130
 
 
-def draw_report(report: Report, path: Path) -> None:
+def draw_report(report: Results, path: Path) -> None:
     """Writes a PNG.
 
     Raises:
@@ -41,7 +41,7 @@ def draw_report(report: Report, path: Path) -> None:
         _draw(report, path)
 
 
-def _draw(report: Report, path: Path) -> None:
+def _draw(report: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     charts = charts_of(report, _ROWS)
@@ -83,7 +83,7 @@ Line = list[tuple[float, str, str]]
 """Pieces of a line: where each begins, 0 to 1, its text and its colour."""
 
 
-def _texts(report: Report) -> list[Line]:
+def _texts(report: Results) -> list[Line]:
     lines: list[Line] = [[(0, facts(report), "#57606a")], []]
     for rung in report.rungs:
         worst, reason = rung.worst, untested_reason(rung)

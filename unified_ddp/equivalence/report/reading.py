@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from unified_ddp.equivalence.report.labels import side_names, tensors
-from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
+from unified_ddp.equivalence.results import Finding, Results, Rung, Verdict
 
 _EQUAL = 1e-3
 """Relative difference up to which two ratios are the same number."""
@@ -13,7 +13,7 @@ _FEW = 0.05
 """Share of elements up to which a difference is called isolated."""
 
 
-def readings(report: Report) -> list[str]:
+def readings(report: Results) -> list[str]:
     """Returns likely readings of the first failing rung, the most telling first; empty if nothing failed."""
     rung = report.first_failure
     if rung is None:
@@ -25,7 +25,7 @@ def readings(report: Report) -> list[str]:
     return [*_of_reduction(bad), *_of_ratios(rung, bad, report), *_of_spread(rung, bad)]
 
 
-def _of_precision(report: Report) -> list[str]:
+def _of_precision(report: Results) -> list[str]:
     flags = [
         f"{side.framework}: {name} {value}" for side in report.sides for name, value in side.flags.items() if value
     ]
@@ -47,7 +47,7 @@ def _of_reduction(bad: Sequence[Finding]) -> list[str]:
     return texts
 
 
-def _of_ratios(rung: Rung, bad: Sequence[Finding], report: Report) -> list[str]:
+def _of_ratios(rung: Rung, bad: Sequence[Finding], report: Results) -> list[str]:
     known = [f for f in bad if f.ratio is not None]
     if len(known) < 2:  # one number is always a multiple of another
         return _of_notes(bad)

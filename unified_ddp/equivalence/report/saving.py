@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from unified_ddp.equivalence.errors import EquivalenceError
-from unified_ddp.equivalence.results import Report
+from unified_ddp.equivalence.report.serial import report_to_json
+from unified_ddp.equivalence.results import Results
 
 SUFFIXES = (".json", ".html", ".png")
 
@@ -25,12 +26,12 @@ def check_path(path: Path) -> None:
         require_matplotlib(f"report {path}")
 
 
-def save_report(report: Report, path: Path) -> Path:
+def save_report(report: Results, path: Path) -> Path:
     """Writes the file and returns its path; see `Report.save`."""
     check_path(path)
     try:
         if path.suffix == ".json":
-            path.write_text(report.to_json(), encoding="utf-8")
+            path.write_text(report_to_json(report), encoding="utf-8")
         elif path.suffix == ".html":
             from unified_ddp.equivalence.report.html import report_to_html
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from unified_ddp.equivalence.report.serial import union_members
-from unified_ddp.equivalence.results import REPORT_FORMAT, Report
+from unified_ddp.equivalence.results import REPORT_FORMAT, Results
 
 _NON_FINITE = {"enum": ["inf", "-inf", "nan"]}
 _SCALARS: dict[Any, dict[str, Any]] = {
@@ -27,7 +27,7 @@ _SCALARS: dict[Any, dict[str, Any]] = {
 def report_schema() -> dict[str, Any]:
     """Returns the schema (JSON Schema 2020-12). Keys may be added under one format; none changes its meaning."""
     definitions: dict[str, Any] = {}
-    root = _of_dataclass(Report, definitions)
+    root = _of_dataclass(Results, definitions)
     derived = {
         "format": {"const": REPORT_FORMAT, "description": "changes whenever a key changes its meaning"},
         "ok": {"type": "boolean", "description": "every rung was run and agrees"},

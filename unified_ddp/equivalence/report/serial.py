@@ -6,19 +6,21 @@ import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from unified_ddp.equivalence.errors import EquivalenceError
-from unified_ddp.equivalence.results import REPORT_FORMAT, Report
+from unified_ddp.equivalence.results import REPORT_FORMAT, Results
+
+Kind = TypeVar("Kind", bound=Results)
 
 
-def report_to_json(report: Report) -> str:
+def report_to_json(report: Results) -> str:
     """Returns strict JSON: infinite values and NaN are strings."""
     return json.dumps(report.to_dict(), indent=1, allow_nan=False)
 
 
-def report_from_json(text: str) -> Report:
-    """Returns the report. Keys that are derived from others are not read; unknown ones are ignored.
+def report_from_json(text: str, kind: type[Kind]) -> Kind:
+    """Returns the report as one of `kind`. Keys that are derived from others are not read; unknown ones are ignored.
 
     Raises:
         EquivalenceError: it is not JSON, of another format, or a value is missing or of another type.
@@ -30,7 +32,7 @@ def report_from_json(text: str) -> Report:
     found = data.get("format") if isinstance(data, dict) else None
     if found != REPORT_FORMAT:
         raise EquivalenceError(f"not a report that this version reads: its format is {found!r}, not {REPORT_FORMAT!r}")
-    return _read(Report, data, "report")
+    return _read(kind, data, "report")
 
 
 def union_members(wanted: Any) -> tuple[Any, ...]:

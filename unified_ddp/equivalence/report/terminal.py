@@ -22,7 +22,7 @@ from unified_ddp.equivalence.report.labels import (
     untested_reason,
 )
 from unified_ddp.equivalence.report.reading import readings
-from unified_ddp.equivalence.results import Finding, Report, Rung, Verdict
+from unified_ddp.equivalence.results import Finding, Results, Rung, Verdict
 
 _WIDE = 92
 """From this width on, a tensor's counterpart fits beside it."""
@@ -32,7 +32,7 @@ _LISTED = 8
 _GAP = 2
 
 
-def print_report(report: Report, console: Console, worst: int = 5) -> None:
+def print_report(report: Results, console: Console, worst: int = 5) -> None:
     """Prints verdict, ladder, worst tensors, what was not tested, versions and settings."""
     verdict, sentence = headline(report)
     console.print(Text(f"{LABELS[verdict].upper()}  {sentence}", style=f"bold {COLOURS[verdict]}"))
@@ -54,7 +54,7 @@ def print_report(report: Report, console: Console, worst: int = 5) -> None:
             console.print(Text(line, style="dim"))
 
 
-def _ladder(report: Report, width: int) -> Table:
+def _ladder(report: Results, width: int) -> Table:
     rows = [_rung_cells(rung) for rung in report.rungs]
     return _table(("rung", "n", "worst", "x tol", "verdict"), rows, width, names=("worst",), left=("rung", "verdict"))
 
@@ -128,7 +128,7 @@ def _shared(wanted: Sequence[int], spare: int) -> list[int]:
     return given
 
 
-def _print_not_tested(report: Report, console: Console) -> None:
+def _print_not_tested(report: Results, console: Console) -> None:
     if not report.not_tested:
         return
     console.print()
