@@ -5,23 +5,26 @@ from ports import flax_twins
 
 pytestmark = pytest.mark.timeout(900)
 
+ONE_PASS = {"outputs", "loss", "buffers", "gradients"}
 UNTIL = {
-    "bert": "steps",
-    "bert_masked": "reduced",
-    "gpt2": "reduced",
-    "gpt_neo": "reduced",
-    "llama": "reduced",
-    "vit": "reduced",
-    "regnet": "reduced",
-    "resnet": "reduced",
+    "bert": ("steps", "float32"),
+    "bert_masked": ("reduced", "float32"),
+    "gpt2": ("reduced", "float32"),
+    "llama": ("reduced", "float32"),
+    "vit": ("reduced", "float32"),
+    "regnet": ("reduced", "float32"),
+    # in float32 the reduced rung takes their rounding for a difference: it learns noise on the first shard alone
+    "gpt_neo": ("reduced", "float64"),
+    "resnet": ("reduced", "float64"),
 }
 
 
 @pytest.mark.parametrize("name", UNTIL)
 def test_twins_agree(name) -> None:
-    report = getattr(flax_twins, name)().check(until=UNTIL[name], ranks=2, steps=6).assert_ok()
-    assert report.rungs[-1].name == UNTIL[name]
-    assert all(finding.float64 for finding in report.findings)
+    until, dtype = UNTIL[name]
+    report = getattr(flax_twins, name)().check(until=until, ranks=2, steps=6, dtype=dtype).assert_ok()
+    assert report.rungs[-1].name == until
+    assert all(finding.float64 for finding in report.findings if finding.rung in ONE_PASS)
 
 
 def test_flax_keeps_the_biased_variance_in_its_running_statistics() -> None:
