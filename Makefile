@@ -19,10 +19,14 @@ OLDEST_TORCH := $(shell sed -n 's/^torch = \["torch>=\(.*\)"\]/\1/p' pyproject.t
 OLDEST_INDEX ?=
 CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
+# Models of other libraries, which are no dependencies of ours, live in an environment of their own.
+PORTS_VENV := build/ports-venv
+PORTS_STAMP := $(PORTS_VENV)/.stamp
+PORTS_CONSTRAINTS := constraints/ports.txt
 # mypy wants a package in one folder: this one shows it the package as it is installed, with the stub of the native module.
 TYPED := build/typed
 
-.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs fuzz soak conformance test-gpu lint format sanitize bench clean
+.PHONY: help setup demo test test-jax test-faults compare-faults test-oldest test-random-pairs fuzz soak test-ports conformance test-gpu lint format sanitize bench clean
 
 help:
 	@echo "make demo      compares torch and JAX gradients on real data (unified-ddp verify)"
@@ -34,6 +38,7 @@ help:
 	@echo "make test-random-pairs compares 200 random right pairs of torch and JAX models, none of which may be called wrong"
 	@echo "make fuzz      runs 500 random programs on real ranks; FUZZ_ARGS='--seed 3' or '--program ...' replays"
 	@echo "make soak      runs 10,000 steps on two ranks and looks at memory, step time, file descriptors and threads"
+	@echo "make test-ports compares transformers' Flax models and a Keras model with their torch twins, in a venv of its own"
 	@echo "make test-gpu  runs the GPU tests with the torch and jax that \$$(PYTHON) has"
 	@echo "make lint      checks style and types; make format rewrites what it can"
 	@echo "make sanitize  runs the native core's tests under address and undefined-behaviour sanitizers"
@@ -70,6 +75,19 @@ test-faults: $(STAMP)
 # Right pairs of random layers, of which none may be called wrong; some seven minutes on two cores.
 test-random-pairs: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m support.random_pairs --count 200
+
+# No weights are fetched: configurations are tiny and weights random.
+test-ports: $(PORTS_STAMP)
+	CUDA_VISIBLE_DEVICES= $(PORTS_VENV)/bin/python -m pytest tests/ports $(PYTEST_ARGS)
+
+$(PORTS_STAMP): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(PORTS_CONSTRAINTS) $(wildcard csrc_shared/*.h csrc_shared/*.cc)
+	test -x $(PORTS_VENV)/bin/python || $(PYTHON) -m venv $(PORTS_VENV)
+	$(PORTS_VENV)/bin/python -m pip install -q -c $(PORTS_CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(PORTS_VENV)/bin/python -m pip install -q -c $(PORTS_CONSTRAINTS) $(BUILD_NEEDS) \
+	  transformers keras optax pytest pytest-timeout
+	PATH="$(CURDIR)/$(PORTS_VENV)/bin:$$PATH" $(PORTS_VENV)/bin/python -m pip install -q -c $(PORTS_CONSTRAINTS) \
+	  --no-build-isolation '.[verify]'
+	touch $@
 
 compare-faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.world import World
 
+collect_ignore = ["ports"]
+"""Needs other libraries' models: `make test-ports`."""
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 

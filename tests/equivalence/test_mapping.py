@@ -82,6 +82,41 @@ def test_probing_settles_what_names_leave_open(order) -> None:
     pair.check(power=False).assert_ok()
 
 
+class Conv1D(nn.Module):
+    """The linear layer of GPT-2, which holds (in, out)."""
+
+    def __init__(self, inputs, outputs) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize(("swapped", "rule"), [(False, ""), (True, " | permute 1 0")])
+def test_linear_layers_that_hold_in_out_have_twins_that_hold_either(swapped, rule) -> None:
+    def loss(params, batch):
+        x = batch["x"]
+        for layer in params.values():
+            x = jnp.tanh(x @ (layer["kernel"].T if swapped else layer["kernel"]) + layer["bias"])
+        return jnp.mean((x - batch["y"]) ** 2), x
+
+    sizes = {"0": (5, 5), "2": (5, 7), "4": (7, 5)}
+    params = {
+        f"c_fc{n}": {"kernel": jnp.zeros(size[::-1] if swapped else size), "bias": jnp.zeros(size[1])}
+        for n, size in sizes.items()
+    }
+    model = nn.Sequential(Conv1D(5, 5), nn.Tanh(), Conv1D(5, 7), nn.Tanh(), Conv1D(7, 5), nn.Tanh())
+    random = np.random.default_rng(0)
+    batch = {key: random.normal(size=(6, 5)).astype(np.float32) for key in "xy"}
+    pair = Pair(TorchSide(model, losses.torch_regress), JaxSide(params, loss), [batch])
+    found = texts(pair)
+    assert {name: found[name] for name in found if "kernel" in name} == {
+        f"c_fc{n}.kernel": f"{n}.weight{rule}" for n in sizes
+    }
+    pair.check(power=False).assert_ok()
+
+
 def broken_square_pair() -> Pair:
     pair = square_pair()
     original = pair.second.program._loss_fn

@@ -166,6 +166,17 @@ def _linear(module: Module, leaves: Leaves) -> Iterator[Form]:
     yield from by_key(module, leaves, {"weight": weight, "bias": _bias_table(module, leaves)})
 
 
+@register("Conv1D")
+def _linear_stored_in_out(module: Module, leaves: Leaves) -> Iterator[Form]:
+    """GPT-2's linear layer holds (in, out); twins of it hold the same, as flax's own Dense, or (out, in)."""
+    if len(module.shape("weight")) != 2:
+        yield from _as_named(module, leaves)
+        return
+    rules = [Rule(), Rule((Permute((1, 0)),))]
+    weight = [(key, rules) for key in KERNEL_KEYS]
+    yield from by_key(module, leaves, {"weight": weight, "bias": _bias_table(module, leaves)})
+
+
 @register("Conv1d", "Conv2d", "Conv3d")
 def _conv(module: Module, leaves: Leaves) -> Iterator[Form]:
     shape = module.shape("weight")
