@@ -114,10 +114,17 @@ WHERE = [("backward pass", 2), ("forward with buffers", 0)]
 @pytest.mark.parametrize(("where", "victim"), WHERE)
 def test_killed_or_stopped(ranks: World, tmp_path: Path, how: str, where: str, victim: int) -> None:
     ready = tmp_path / "ready"
+
+    def act(pids: list[int]) -> None:
+        after(ready, lambda: os.kill(pids[victim], signal.Signals[how]))
+        if how == "SIGSTOP":  # ended when the others must have said all that they have to say
+            time.sleep(TIMEOUT + 12)
+            os.kill(pids[victim], signal.SIGKILL)
+
     results = ranks.collect(
         step,
         timeout=100,
-        meanwhile=lambda pids: after(ready, lambda: os.kill(pids[victim], signal.Signals[how])),
+        meanwhile=act,
         where=where,
         victim=victim,
         work=FOREVER,
