@@ -78,7 +78,7 @@ test-random-pairs: $(STAMP)
 
 # No weights are fetched: configurations are tiny and weights random.
 test-ports: $(PORTS_STAMP)
-	CUDA_VISIBLE_DEVICES= $(PORTS_VENV)/bin/python -m pytest tests/ports $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 $(PORTS_VENV)/bin/python -m pytest tests/ports $(PYTEST_ARGS)
 
 $(PORTS_STAMP): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(PORTS_CONSTRAINTS) $(wildcard csrc_shared/*.h csrc_shared/*.cc)
 	test -x $(PORTS_VENV)/bin/python || $(PYTHON) -m venv $(PORTS_VENV)
