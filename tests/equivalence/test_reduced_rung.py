@@ -17,11 +17,11 @@ DTYPE = "float32"
 
 
 def summed(params):
-    return DistributedDataParallel(params, comm_hook=lambda bucket: jax.lax.psum(bucket.buffer, bucket.axis_name))
+    return DistributedDataParallel(params, comm_hook=lambda bucket: jax.lax.psum(bucket.storage, bucket.axis_name))
 
 
 def unreduced(params):
-    return DistributedDataParallel(params, comm_hook=lambda bucket: bucket.buffer)
+    return DistributedDataParallel(params, comm_hook=lambda bucket: bucket.storage)
 
 
 def torch_sum(module):
