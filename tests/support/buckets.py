@@ -53,6 +53,7 @@ class FakeRanks:
     def __init__(self, world_size: int = 2, rank: int = 0) -> None:
         self.world_size, self.rank = world_size, rank
         self.group = self
+        self.global_ranks = list(range(world_size))
         self.others: dict[int, torch.Tensor] = {}
         self.fails: Exception | None = None
         self.started = 0

@@ -104,8 +104,18 @@ def test_which_pass_is_autograd_grad() -> None:
 
 
 def test_transformations_of_torch_func() -> None:
-    assert not autograd.in_functorch()
-    assert torch.func.grad(lambda x: x.sum() * (2 if autograd.in_functorch() else 1))(torch.ones(2)).tolist() == [2, 2]
+    made: list[bool] = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        made.append(autograd.is_transformed(x))
+        with autograd.outside_functorch():
+            made.append(autograd.is_transformed(torch.ones(2) * 2))
+        return (x * x).sum()
+
+    assert torch.func.grad(inside)(torch.ones(2)).tolist() == [2, 2]
+    assert made == [True, False]
+    with autograd.outside_functorch():
+        assert not autograd.is_transformed(torch.ones(2))
 
 
 def test_the_end_comes_once_after_the_outermost_pass() -> None:
@@ -158,5 +168,5 @@ def test_where_the_engine_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["_current_autograd_node", "_functorch.peek_interpreter_stack"])
 def test_without_other_private_functions(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delattr(f"torch._C.{name}")
-    assert not autograd.in_functorch()
-    assert not autograd.is_autograd_grad()
+    with autograd.outside_functorch():
+        assert not autograd.is_autograd_grad()
