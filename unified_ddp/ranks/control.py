@@ -7,6 +7,7 @@ collectives are not announced: ranks may differ in forwards under no_sync, and i
 """
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
@@ -19,8 +20,12 @@ from unified_ddp.ranks.texts import tell_sides
 class Answers(Protocol):
     """What all ranks announced, under way."""
 
-    def result(self) -> list[list[int]]:
-        """Waits and returns every rank's integers, by rank."""
+    def result(self, look: Callable[[], None]) -> list[list[int]]:
+        """Waits and returns every rank's integers, by rank.
+
+        Args:
+            look: called now and then; what it raises ends the wait.
+        """
 
 
 class Plane(Protocol):
@@ -151,7 +156,7 @@ class Control:
             return
         answers, self._pending = self._pending, None
         with self._progress.waiting(phase, detail):
-            rows = answers.result()
+            rows = answers.result(functools.partial(self._progress.require_elsewhere, phase))
         if any(row[:1] + row[3:] != rows[0][:1] + rows[0][3:] for row in rows):
             raise _difference(rows, self._progress.global_ranks)
 

@@ -108,16 +108,31 @@ class Progress:
     def _exception_phase(self) -> str:
         return f"an exception in {self.pass_name}"
 
-    def require_no_exception_elsewhere(self) -> None:
-        """Looks, in a wait that takes long, whether a rank has raised in this pass: it will not come.
+    def require_pass_elsewhere(self) -> None:
+        """Looks, in a wait that takes long, whether a rank has raised or failed in this pass: it will not go on.
 
         Raises:
             RuntimeError: one has.
         """
+        self._require_none_in(self._exception_phase, "raised")
+        self.require_elsewhere(self.pass_name)
+
+    def require_elsewhere(self, phase: str) -> None:
+        """Looks, in a wait that takes long, whether it failed on another rank, which has given up then.
+
+        Args:
+            phase: what is waited for, in words that are the same on every rank.
+
+        Raises:
+            RuntimeError: it did.
+        """
+        self._require_none_in(phase, "gave up waiting:")
+
+    def _require_none_in(self, phase: str, met: str) -> None:
         call = self._roll_call()
         for rank, sign in ((call.look() if call is not None else None) or {}).items():
-            if sign is not None and sign.phase == self._exception_phase and sign.at >= self._since:
-                raise RuntimeError(f"rank {self.global_ranks[rank]} raised {sign.error}")
+            if sign is not None and sign.phase == phase and sign.at >= self._since:
+                raise RuntimeError(f"rank {self.global_ranks[rank]} {met} {sign.error}")
 
     @property
     def is_leaving(self) -> bool:

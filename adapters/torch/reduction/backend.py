@@ -183,7 +183,7 @@ class TorchBackend:
     def _all_reduce(self, storage: torch.Tensor) -> Callable[[], None]:
         """Starts it, and returns what waits for it."""
         work = self.transport.all_reduce(storage)
-        return functools.partial(self.transport.wait, work, self.progress.require_no_exception_elsewhere)
+        return functools.partial(self.transport.wait, work, self.progress.require_pass_elsewhere)
 
     def unpack(self, current: TorchPass, bucket: int, reduced: torch.Tensor, keep: set[int]) -> None:
         """Makes `reduced` the gradients of the bucket, save of the positions `keep`."""

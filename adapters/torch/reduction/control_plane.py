@@ -3,14 +3,14 @@
 import contextlib
 import datetime
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unified_ddp.torch.reduction.transport import ProcessGroupTransport
+from unified_ddp.torch.reduction.transport import ProcessGroupTransport, wait_watching
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -24,9 +24,9 @@ class GatheredInts:
     work: dist.Work
     rows: list[torch.Tensor]
 
-    def result(self) -> list[list[int]]:
-        """Waits and returns every rank's integers."""
-        self.work.wait()
+    def result(self, look: Callable[[], None]) -> list[list[int]]:
+        """Waits and returns every rank's integers; what `look` raises, now and then, ends the wait."""
+        wait_watching(self.work, look)
         return [row.tolist() for row in self.rows]
 
 

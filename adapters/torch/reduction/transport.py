@@ -9,6 +9,23 @@ import torch.distributed as dist
 _PATIENCE = datetime.timedelta(seconds=1)
 
 
+def wait_watching(work: dist.Work, look: Callable[[], None]) -> None:
+    """Waits on the host for a gloo collective.
+
+    Args:
+        work: the collective.
+        look: called every second of a wait; what it raises ends the wait.
+    """
+    while True:
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        look()
+
+
 class GroupStore:
     """The key-value store of a process group, which outlives its connections."""
 
@@ -69,14 +86,7 @@ class ProcessGroupTransport:
         if self.backend_name != dist.Backend.GLOO:
             work.wait()
             return
-        while True:
-            try:
-                work.wait(_PATIENCE)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            look()
+        wait_watching(work, look)
 
     def store(self) -> GroupStore | None:
         """Returns the group's store; None if it was made without one."""

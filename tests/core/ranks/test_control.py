@@ -1,6 +1,6 @@
 """What ranks announce, and what is said of ranks out of step; with planes that are lists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ class FakePlane:
         self.mine.append(list(values))
         return self
 
-    def result(self) -> list[list[int]]:
+    def result(self, look: Callable[[], None]) -> list[list[int]]:
         mine = self.mine[-1]
         return [mine, mine if self.other is None else self.other(mine)]
 

@@ -103,7 +103,7 @@ def test_ranks_of_a_part_of_all_processes_are_called_by_their_global_numbers(mon
     first, second = (in_its_process(monkeypatch, rank, store, (3, 7)) for rank in (0, 1))
     second.raised(ValueError("boom"))
     with pytest.raises(RuntimeError, match="rank 7 raised ValueError: boom"):
-        first.require_no_exception_elsewhere()
+        first.require_pass_elsewhere()
     assert "failed on rank 7, and rank 3 did not arrive there" in str(fail(second, RuntimeError("no answer")))
     text = str(fail(first, RuntimeError("no answer")))
     assert "failed on rank 3, though every rank" in text
@@ -116,10 +116,10 @@ def test_a_rank_that_raised_is_met_in_a_long_wait(monkeypatch: pytest.MonkeyPatc
     for one in (waiting, raising):
         one.forward(True)
         one.backwards += 1
-    waiting.require_no_exception_elsewhere()
+    waiting.require_pass_elsewhere()
     raising.raised(ValueError("boom"))
     with pytest.raises(RuntimeError, match="rank 1 raised ValueError: boom"):
-        waiting.require_no_exception_elsewhere()
+        waiting.require_pass_elsewhere()
     # it stays until the other has met the exception
     assert raising.is_leaving
     assert not raising.others_know()
@@ -130,7 +130,21 @@ def test_a_rank_that_raised_is_met_in_a_long_wait(monkeypatch: pytest.MonkeyPatc
     assert not waiting.is_leaving
     # another pass is no concern of that exception's
     waiting.backwards += 1
-    waiting.require_no_exception_elsewhere()
+    waiting.require_pass_elsewhere()
+
+
+def test_a_rank_whose_pass_failed_is_met_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    waiting, failing = (in_its_process(monkeypatch, rank, store) for rank in range(2))
+    for one in (waiting, failing):
+        one.forward(True)
+        one.backwards += 1
+    fail(failing, RuntimeError("connection closed"), failing.pass_name)
+    with pytest.raises(RuntimeError, match="rank 1 gave up waiting: RuntimeError: connection closed"):
+        waiting.require_pass_elsewhere()
+    assert not failing.is_leaving
+    waiting.backwards += 1
+    waiting.require_pass_elsewhere()
 
 
 def test_named_errors_and_later_forwards_leave_no_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +160,5 @@ def test_named_errors_and_later_forwards_leave_no_last_words(monkeypatch: pytest
 def test_without_a_store_nothing_is_waited_for() -> None:
     one = Progress(Ranks("no store"), lambda: None)
     one.raised(ValueError("boom"))
-    one.require_no_exception_elsewhere()
+    one.require_pass_elsewhere()
     assert one.others_know()
