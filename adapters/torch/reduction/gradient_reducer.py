@@ -221,6 +221,7 @@ class GradientReducer:
     # --- backward
 
     def _start_at_output(self, forward: Forward) -> None:
+        self.give_up_what_is_left()
         sync = forward.is_sync if self.sync_said is None else self.sync_said
         if sync and not forward.is_sync:
             self._arm()
@@ -251,10 +252,8 @@ class GradientReducer:
 
     def _start(self, forward: Forward | None) -> None:
         if self.core.phase is Phase.ACTIVE:
-            if not self.core.current.is_left:
-                self.core.passes_too(forward)
-                return
-            self.core.give_up()
+            self.core.passes_too(forward)
+            return
         arrival = self._expected()
         reaches_any = arrival is not None and any(arrival)
         skip_unused = self.options.skip_all_reduce_unused_params

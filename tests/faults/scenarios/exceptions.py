@@ -1,6 +1,7 @@
 """Exceptions that the user catches."""
 
 import contextlib
+import copy
 import datetime
 from typing import Any
 
@@ -52,6 +53,15 @@ def train(ddp: Any, steps: int = 2) -> None:
         check_step(ddp, lambda m, x=torch.randn(5, 8): loss(m(x)).backward())
 
 
+def fail_in_backward(ddp: Any) -> None:
+    Failing.fail = True
+    try:
+        with contextlib.suppress(OnPurpose):
+            loss(ddp(torch.randn(5, 8))).backward()
+    finally:
+        Failing.fail = False
+
+
 OPTIONS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})
 
 
@@ -69,12 +79,7 @@ def in_backward(ddp_class: Any, rank: int, world_size: int, **options: Any) -> N
     ddp = ddp_class(Model(), bucket_cap_mb=0.0001, **options)
     for when in (0, 2):
         train(ddp, when)
-        Failing.fail = True
-        try:
-            with contextlib.suppress(OnPurpose):
-                loss(ddp(torch.randn(5, 8))).backward()
-        finally:
-            Failing.fail = False
+        fail_in_backward(ddp)
         train(ddp)
 
 
@@ -83,16 +88,26 @@ def in_backward_kept(ddp_class: Any, rank: int, world_size: int) -> None:
     ddp = ddp_class(Model(), bucket_cap_mb=0.0001)
     train(ddp)
     ddp.zero_grad()
-    Failing.fail = True
-    try:
-        with contextlib.suppress(OnPurpose):
-            loss(ddp(torch.randn(5, 8))).backward()
-    finally:
-        Failing.fail = False
+    fail_in_backward(ddp)
     x = torch.randn(5, 8)
     expected = oracle(ddp.module, lambda m: loss(m(x)).backward())
     loss(ddp(x)).backward()
     assert_equals_oracle(ddp.module, expected)
+
+
+@row("an exception in the backward on all ranks, then no_sync", "a local gradient, then any other step")
+def in_backward_then_local(ddp_class: Any, rank: int, world_size: int) -> None:
+    ddp = ddp_class(Model(), bucket_cap_mb=0.0001)
+    train(ddp)
+    fail_in_backward(ddp)
+    ddp.zero_grad()
+    plain, x = copy.deepcopy(ddp.module), torch.randn(5, 8)
+    loss(plain(x)).backward()
+    with ddp.no_sync():
+        loss(ddp(x)).backward()
+    for (name, p), q in zip(ddp.module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    train(ddp)
 
 
 @row("an exception in a comm hook, on all ranks", "the next step is as any other", variants=({"late": 0}, {"late": 1}))
