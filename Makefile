@@ -12,6 +12,9 @@ WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Werror
 CPP_FILES = $(wildcard csrc_shared/*.h csrc_shared/*.cc csrc_shared/tests/*.cc)
 PY_DIRS = unified_ddp adapters tests benchmarks $(wildcard examples)
 PYTEST_ARGS ?=
+# Files of tests run side by side: many wait for ranks, or for time-outs that they are about.
+TEST_WORKERS ?= 2
+PYTEST_WORKERS = -n $(TEST_WORKERS) --dist loadfile
 # The oldest torch that pyproject.toml allows. OLDEST_INDEX may name an index with small builds, as in
 # OLDEST_INDEX='--index-url https://download.pytorch.org/whl/cpu'; PyPI's for Linux bring CUDA along, some gigabytes.
 OLDEST_VENV := build/oldest
@@ -60,10 +63,10 @@ demo: $(STAMP)
 	$(BIN)/unified-ddp verify
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-jax: $(STAMP)
-	$(BIN)/python -m pytest tests/jax $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/jax $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # A case that did not pass is run once more: on a loaded machine some run into their own time limits.
 conformance: $(STAMP)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.buckets import DoneWork, bucket_of, done_future
+from support.ids import named
 from support.models import MLP, TiedEmbedding
 from support.oracle import assert_equals_oracle, check_step, oracle
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
@@ -171,7 +172,7 @@ def test_what_cannot_be_a_hook(hook: Any, error: type[Exception], message: str) 
 @pytest.mark.parametrize(
     "hook",
     [mean_hook, MeanHook(), as_text, ours, one_more, lambda *args: None, functools.partial(wide_hook, 0.5), max],
-    ids=str,
+    ids=named,
 )
 def test_what_can_be_a_hook(hook: Any) -> None:
     check_comm_hook(hook)

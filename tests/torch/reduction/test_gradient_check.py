@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ids import named
 from support.models import MLP, Mixed, TiedEmbedding, TwoHeads
 from support.oracle import check_step
 from torch import nn
@@ -50,7 +51,7 @@ def sparse() -> nn.Module:
         (MLP, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
         (MLP, {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_right_gradients_pass(
     world: Callable[[int], Any], make: Callable[[], nn.Module], options: dict[str, Any]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ids import named
 from support.models import MLP, Mixed, TiedEmbedding, TwoHeads
 from support.oracle import assert_equals_oracle, local_copy, mean_over_ranks
 from torch import nn
@@ -110,7 +111,7 @@ def sparse() -> nn.Module:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "weighted_mean"])
-@pytest.mark.parametrize(("make", "hook"), [(Mixed, False), (sparse, False), (MLP, True)], ids=str)
+@pytest.mark.parametrize(("make", "hook"), [(Mixed, False), (sparse, False), (MLP, True)], ids=named)
 def test_models_and_comm_hooks(
     world: Callable[[int], Any], reduction: str, make: Callable[[], nn.Module], hook: bool
 ) -> None:
